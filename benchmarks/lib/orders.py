@@ -93,7 +93,7 @@ def load_policies(trainer: Trainer, policies: int, rank: int = RANK) -> None:
             where = Path(folder) / str(i)
             where.mkdir()
             op = protocol.InitAdapter(
-                op="", policy=str(i), rank=rank, alpha=ALPHA, targets=list(PARTS), seed=i, commit=""
+                op="", policy=str(i), rank=rank, alpha=ALPHA, targets=list(PARTS), seed=i, upload=""
             )
             trainer.initial_version(op, None).write(where)
             trainer.load(str(i), 1, ref(i, rank=rank), where)

@@ -163,7 +163,7 @@ def steps_of(trainer: Any, batch: protocol.TrainingBatch, lr: float, folder: Pat
     )
     adam = protocol.Adam(lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, clip=1.0)
     trainer.optim_step(
-        protocol.OptimStep(op="step", adam=adam, scale=1 / SEQUENCES, operations=1, commit=f"c{number}", **common)
+        protocol.OptimStep(op="step", adam=adam, scale=1 / SEQUENCES, operations=1, upload=f"c{number}", **common)
     )
     while trainer.queue.step():
         pass

@@ -515,7 +515,7 @@ async def test_an_upload_that_finds_no_room_pauses_its_job(tmp_path: Path) -> No
     scripted, _ = await service.join()
 
     async def refused(op: Any) -> protocol.OperationDone | None:
-        staging = scripted.tickets.staging(op.commit) if isinstance(op, protocol.OptimStep) else None
+        staging = scripted.tickets.staging(op.upload) if isinstance(op, protocol.OptimStep) else None
         if staging is None or op.parent.version == 0:
             return None
         staging.full = StorageFull("the disk of the artifacts is full; free some space")

@@ -165,7 +165,7 @@ class ScriptedWorker:
                     await self._pull(http, ref)
                 return protocol.AdaptersCached(epoch=epoch, hashes=[ref.hash for ref in message.refs])
             case protocol.InitAdapter():
-                manifest = await self._push(http, message.commit, adapter_files(0.0))
+                manifest = await self._push(http, message.upload, adapter_files(0.0))
                 return protocol.OperationDone(epoch=epoch, op=message.op, manifest=manifest)
             case protocol.ForwardBackward():
                 offered = (await http.get(f"/wire/batches/{message.batch_ticket}")).raise_for_status().content
@@ -182,7 +182,7 @@ class ScriptedWorker:
             case protocol.OptimStep():
                 self._steps += 1
                 files = {**adapter_files(self._steps), "trainer_state.safetensors": b"secret moments"}
-                manifest = await self._push(http, message.commit, files) if message.commit else None
+                manifest = await self._push(http, message.upload, files) if message.upload else None
                 metrics = {"grad_norm": 1.0, "lr": message.adam.lr if message.adam else 0.0, "skipped": 0.0}
                 return protocol.OperationDone(epoch=epoch, op=message.op, metrics=metrics, manifest=manifest)
         return None

@@ -346,7 +346,7 @@ class ScriptedWorker(Peer):
             result = self.trainer.apply(op, batch, gradients)
         if result.upload is None:
             return result.reply
-        return msgspec.structs.replace(result.reply, manifest=self.write(op.commit, result.upload))
+        return msgspec.structs.replace(result.reply, manifest=self.write(op.upload, result.upload))
 
     def upload(self, op: Any, content: str) -> protocol.OperationDone:
         """Write an artifact with this content in place of the trainer's, and reply so."""
@@ -354,7 +354,7 @@ class ScriptedWorker(Peer):
             config = peft_config(op.rank, op.alpha, op.targets)
         else:
             config = self.tickets.artifacts.path(op.parent.hash, CONFIG).read_bytes()
-        manifest = self.write(op.commit, {ADAPTER: content.encode(), CONFIG: config})
+        manifest = self.write(op.upload, {ADAPTER: content.encode(), CONFIG: config})
         return protocol.OperationDone(epoch=0, op=op.op, metrics={"grad_norm": 1.0}, manifest=manifest)
 
     def write(self, ticket: str, files: dict[str, bytes]) -> protocol.Manifest:

@@ -62,7 +62,7 @@ class Policy:
         link.send(
             protocol.InitAdapter(
                 op=f"{name} init", policy=name, rank=rank, alpha=16.0, targets=list(PARTS), seed=rng.randrange(1 << 20),
-                commit=self._ticket,
+                upload=self._ticket,
             )
         )  # fmt: skip
 
@@ -120,7 +120,7 @@ class Policy:
                 temperature=1.0, parent=self.versions[-1], **common,
             ),
             protocol.OptimStep(
-                op=f"{self.name} step {step}", adam=protocol.Adam(lr=0.01), commit=self._ticket, operations=1,
+                op=f"{self.name} step {step}", adam=protocol.Adam(lr=0.01), upload=self._ticket, operations=1,
                 parent=self.versions[-1], **common,
             ),
         )  # fmt: skip

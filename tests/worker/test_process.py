@@ -129,7 +129,7 @@ def make_policy(service: Dialled, link: Connection, policy: str, seed: int = 1) 
     ticket = service.tickets.upload()
     link.send(
         protocol.InitAdapter(
-            op=f"init-{policy}", policy=policy, rank=4, alpha=8.0, targets=["q", "v", "down"], seed=seed, commit=ticket
+            op=f"init-{policy}", policy=policy, rank=4, alpha=8.0, targets=["q", "v", "down"], seed=seed, upload=ticket
         )
     )
     done = link.done(f"init-{policy}")
@@ -318,7 +318,7 @@ def test_worker_on_the_trainers_machine_has_a_version_before_it_is_committed(ser
     assert one.hello.cache == two.hello.cache
     service.until(lambda: two.of(protocol.Ready))
     ticket = service.tickets.upload()
-    init = protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q"], seed=7, commit=ticket)
+    init = protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q"], seed=7, upload=ticket)
     one.send(init)
     [staged] = service.until(lambda: one.of(protocol.VersionStaged))
     assert staged.op == "i"
@@ -453,7 +453,7 @@ def test_running_request_switches_to_a_newer_version(service: Dialled, start: St
     link = service.connection(0)
     old = make_policy(service, link, "p")
     ticket = service.tickets.upload()
-    link.send(forward("a", old, batch(service)), optim("b", old, commit=ticket))
+    link.send(forward("a", old, batch(service)), optim("b", old, upload=ticket))
     new = service.ref(link.done("b").manifest, 1, "p")
     assert service.collect(ticket).hash == new.hash
     link.send(generate("r", old))
@@ -586,7 +586,7 @@ def test_steps_commit_in_sequence(service: Dialled, start: Start) -> None:
             forward(f"{name} b", parent, batch(service, 7), operations=1),
             optim(f"{name} c", parent, operations=2),
             forward(f"{name} d", parent, batch(service), steps=1),
-            optim(f"{name} e", parent, steps=1, commit=ticket),
+            optim(f"{name} e", parent, steps=1, upload=ticket),
         )
         answers = [link.done(f"{name} {letter}") for letter in "abcde"]
         assert [done.error for done in answers] == [""] * 5
@@ -687,7 +687,7 @@ async def test_fault_of_the_worker_is_lost_and_fault_of_the_operation_is_failed(
         answers.append((op, told["category"]))
 
     operations = TrainingOps(Troubled(), None, answer, answer)  # type: ignore[arg-type]
-    operations.start(protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q"], seed=1, commit="u"))
+    operations.start(protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q"], seed=1, upload="u"))
     await eventually(lambda: bool(answers))
     assert answers == [("i", category)]
     assert operations.failed == 1
@@ -704,7 +704,7 @@ def test_interrupted_step_starts_again(service: Dialled, start: Start) -> None:
     link.send(optim("half", parent))
     assert link.done("half").category == "stale"
     ticket = service.tickets.upload()
-    link.send(forward("b", parent, batch(service), lease=2), optim("c", parent, lease=2, commit=ticket))
+    link.send(forward("b", parent, batch(service), lease=2), optim("c", parent, lease=2, upload=ticket))
     assert link.done("b").error == ""
     assert link.done("c").manifest == service.collect(ticket)
 
@@ -715,7 +715,7 @@ def committed(service: Dialled, link: Connection, parent: protocol.AdapterRef, l
     link.send(
         forward(f"{name} a", parent, batch(service), lease=lease),
         forward(f"{name} b", parent, batch(service, 7), lease=lease, operations=1),
-        optim(f"{name} c", parent, lease=lease, operations=2, commit=ticket),
+        optim(f"{name} c", parent, lease=lease, operations=2, upload=ticket),
     )
     answers = [link.done(f"{name} {letter}") for letter in "abc"]
     assert [done.error for done in answers] == [""] * 3
@@ -748,7 +748,7 @@ def test_step_of_a_killed_or_moved_policy_is_that_of_one_worker(service: Dialled
     victim = start(before=SLOW_TRAINING)
     doomed = service.connection(1)
     ticket = service.tickets.upload()
-    doomed.send(forward("a", parent, batch(service), lease=2), optim("b", parent, lease=2, commit=ticket))
+    doomed.send(forward("a", parent, batch(service), lease=2), optim("b", parent, lease=2, upload=ticket))
     assert doomed.done("a").error == ""
     service.until(lambda: any(beat.training for beat in doomed.of(protocol.Heartbeat)))
     victim.send_signal(signal.SIGKILL)
@@ -796,7 +796,7 @@ def test_gradient_of_a_share_is_added_on_another_worker(service: Dialled, start:
     start()
     two = service.connection(1)
     share, ticket = service.tickets.upload(), service.tickets.upload()
-    two.send(forward("share", parent, batch(service, 7), lease=2, commit=share))
+    two.send(forward("share", parent, batch(service, 7), lease=2, upload=share))
     done = two.done("share")
     assert done.error == "" and done.manifest == service.collect(share)
     assert [shard.name for shard in done.manifest.shards] == ["gradient.safetensors"]
@@ -806,7 +806,7 @@ def test_gradient_of_a_share_is_added_on_another_worker(service: Dialled, start:
     one.send(
         forward("first", parent, batch(service), lease=2),
         forward("sum", parent, empty, lease=2, operations=1, gradients=[gradient]),
-        optim("step", parent, lease=2, operations=2, commit=ticket),
+        optim("step", parent, lease=2, operations=2, upload=ticket),
     )
     assert [one.done(op).error for op in ("first", "sum", "step")] == [""] * 3
     divided = service.collect(ticket)
@@ -824,7 +824,7 @@ def test_state_is_restored_without_a_transfer_after_a_lost_connection(service: D
     link = service.connection(0)
     parent = make_policy(service, link, "p")
     ticket = service.tickets.upload()
-    link.send(forward("a", parent, batch(service)), optim("b", parent, commit=ticket))
+    link.send(forward("a", parent, batch(service)), optim("b", parent, upload=ticket))
     manifest = link.done("b").manifest
     assert manifest is not None and service.collect(ticket) == manifest
     parent = service.ref(manifest, 1, "p")
@@ -844,7 +844,7 @@ def test_computation_continues_during_an_upload_and_sigterm_waits_for_it(service
     service.uploads.clear()
     service.uploads_held = threading.Event()
     ticket = service.tickets.upload()
-    link.send(forward("a", parent, batch(service)), optim("b", parent, commit=ticket))
+    link.send(forward("a", parent, batch(service)), optim("b", parent, upload=ticket))
     assert service.uploads.wait(PATIENCE_SECONDS)
     link.send(generate("r", parent, max_tokens=20), forward("c", parent, batch(service), steps=1))
     assert len(link.finished("r").tokens) == 20

@@ -378,7 +378,7 @@ class StepOperation(Message, kw_only=True):
     parent: AdapterRef
     steps: int
     operations: int = 0
-    commit: str = ""
+    upload: str = ""
     """An upload ticket for what the operation makes, or empty."""
     tenant: str = ""
     weight: float = 1.0
@@ -392,7 +392,7 @@ class StepOperation(Message, kw_only=True):
 
 
 class ForwardBackward(StepOperation, kw_only=True):
-    """Adds the gradient of Σ weight·term over the batch to the policy's accumulated gradient. With ``commit`` the
+    """Adds the gradient of Σ weight·term over the batch to the policy's accumulated gradient. With ``upload`` the
     gradient of this batch alone is uploaded as float32, and the worker keeps no state of the policy: the batch is a
     share of one that the policy's worker divides with others."""
 
@@ -411,13 +411,13 @@ class ForwardBackward(StepOperation, kw_only=True):
 
     @property
     def is_share(self) -> bool:
-        return self.commit != ""
+        return self.upload != ""
 
 
 class OptimStep(StepOperation, kw_only=True):
     """One AdamW step of one policy on its accumulated gradient. With a NaN or infinity in gradient or loss nothing is
-    applied, the state stays as it was, and ``OperationDone.metrics['skipped']`` is 1. With ``commit`` the worker then
-    writes adapter and trainer state as artifact files, ``PUT {base}/wire/uploads/{commit}/{shard}``, and answers with
+    applied, the state stays as it was, and ``OperationDone.metrics['skipped']`` is 1. With ``upload`` the worker then
+    writes adapter and trainer state as artifact files, ``PUT {base}/wire/uploads/{upload}/{shard}``, and answers with
     the manifest. Without ``adam`` it only commits: no step is taken and the gradient stays as it is."""
 
     adam: Adam | None
@@ -451,7 +451,7 @@ class EvictArtifacts(Message, kw_only=True):
 
 class InitAdapter(Message, kw_only=True):
     """Creates version 0: a LoRA with B = 0 and A drawn from ``seed`` (or the weights of ``source``, a PEFT artifact),
-    no optimizer state; with ``rank`` 0 the whole base model. Uploaded under ``commit``; :class:`OperationDone` brings
+    no optimizer state; with ``rank`` 0 the whole base model. Uploaded under ``upload``; :class:`OperationDone` brings
     the manifest."""
 
     op: str
@@ -461,7 +461,7 @@ class InitAdapter(Message, kw_only=True):
     targets: list[str]
     """Any of q k v o gate up down."""
     seed: int
-    commit: str = ""
+    upload: str = ""
     """An upload ticket."""
     source: AdapterRef | None = None
 

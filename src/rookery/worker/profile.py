@@ -110,7 +110,7 @@ def _prefill(core: WorkerCore, tokens: int) -> float:
 
 
 def _training(core: WorkerCore, settings: Settings, scratch: Path) -> dict[str, Any]:
-    first = protocol.InitAdapter(op="", policy=POLICY, rank=RANK, alpha=ALPHA, targets=list(TARGETS), seed=0, commit="")
+    first = protocol.InitAdapter(op="", policy=POLICY, rank=RANK, alpha=ALPHA, targets=list(TARGETS), seed=0, upload="")
     start = protocol.AdapterRef(policy=POLICY, version=0, hash=POLICY, rank=RANK, alpha=ALPHA)
     initial = scratch / "initial"
     initial.mkdir()
@@ -131,7 +131,7 @@ def _training(core: WorkerCore, settings: Settings, scratch: Path) -> dict[str, 
         trainer.optim_step(protocol.OptimStep(op="step", operations=1, adam=protocol.Adam(lr=1e-4, clip=1.0), **step))
         optimizers.append(_seconds(core))
     commit: dict[str, Any] = {"policy": POLICY, "lease": 1, "parent": start, "steps": TRAIN_STEPS + 1, "tenant": ""}
-    trainer.optim_step(protocol.OptimStep(op="commit", adam=None, commit="commit", **commit))
+    trainer.optim_step(protocol.OptimStep(op="commit", adam=None, upload="commit", **commit))
     while core.queue.step():
         pass
     (committed,) = core.queue.drain()

@@ -275,9 +275,9 @@ class TrainingOps:
             await self._announce(op.op, ref, folder)
 
         if isinstance(op, protocol.ForwardBackward):  # a gradient, which other trainers read
-            manifest = await self._transfers.upload(op.commit, export.write)
+            manifest = await self._transfers.upload(op.upload, export.write)
         else:
-            manifest = await self._transfers.upload(op.commit, export.write, staged)
+            manifest = await self._transfers.upload(op.upload, export.write, staged)
         await self._send_result(op.op, metrics=metrics, manifest=manifest)
 
     def _on_failed(self, op: AnyOperation, error: str, *, traceback: bool = False) -> None:

@@ -237,7 +237,7 @@ async def test_steps_since_the_commit_are_replayed(room: Room) -> None:
     two = await room.worker("two")
     await step(trainer, ref, 3, commit=True)
     assert [op.steps for op in two.operations] == [0, 0, 1, 1, 2, 2]
-    assert [op.commit != "" for op in two.operations if isinstance(op, protocol.OptimStep)] == [False, False, True]
+    assert [op.upload != "" for op in two.operations if isinstance(op, protocol.OptimStep)] == [False, False, True]
 
 
 @pytest.mark.parametrize("category", ["lost", "stale"])
@@ -630,7 +630,7 @@ async def test_batch_is_divided_among_trainers(room: Room, tmp_path: Path) -> No
     ]
     assert [len(op.gradients) for op in first if isinstance(op, protocol.ForwardBackward)] == [0, 2] * 3
     for shares in others:
-        assert [(op.operations, bool(op.commit), op.steps) for op in shares] == [(0, True, 0)] * 3
+        assert [(op.operations, bool(op.upload), op.steps) for op in shares] == [(0, True, 0)] * 3
     assert room.staged() == 0 and room.training.retries == 0
     assert len(room.artifacts.hashes()) == len(divided), "versions only"
 

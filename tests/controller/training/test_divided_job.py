@@ -28,7 +28,7 @@ from rookery.worker.trainer.packed_trainer import PackedTrainer
 forward = PackedTrainer.forward_backward
 def doomed(self, op, *arguments):
     if op.parent.version == 1 and pathlib.Path({doom!r}).exists():
-        print("a share" if op.commit else "the policy", flush=True)
+        print("a share" if op.upload else "the policy", flush=True)
         time.sleep(600)
     forward(self, op, *arguments)
 PackedTrainer.forward_backward = doomed

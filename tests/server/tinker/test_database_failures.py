@@ -258,7 +258,7 @@ async def test_step_that_is_not_executed_drops_its_gradient(service: Service, mi
 
 async def without_room(worker: ScriptedWorker, op: Any) -> protocol.OperationDone | None:
     """The disk of the service is full when a step is uploaded."""
-    staging = worker.tickets.staging(op.commit) if isinstance(op, protocol.OptimStep) else None
+    staging = worker.tickets.staging(op.upload) if isinstance(op, protocol.OptimStep) else None
     if staging is None:
         return None
     staging.full = FULL

@@ -25,7 +25,7 @@ def test_a_committed_version_has_the_log_probabilities_of_its_canary(tmp_path: P
     parent = protocol.AdapterRef(policy="p", version=0, hash="h", rank=4, alpha=8.0)
     trainer.load("p", 1, parent, first)
     trainer.optim_step(
-        protocol.OptimStep(op="s", policy="p", lease=1, parent=parent, steps=0, adam=None, commit="ticket")
+        protocol.OptimStep(op="s", policy="p", lease=1, parent=parent, steps=0, adam=None, upload="ticket")
     )
     trainer.queue.step()
     (result,) = trainer.queue.drain()

@@ -33,7 +33,7 @@ from rookery.worker.trainer.states import EXPORT_BYTES
 def step(at: PackedTrainer, parent: str, seed: int, *, lease: int = 1, commit: str = "") -> None:
     batch = protocol.TrainingBatch(groups=units(seed))
     at.forward_backward(forward_backward(parent=ref("p", parent), lease=lease), batch)
-    at.optim_step(optim(parent=ref("p", parent), lease=lease, commit=commit))
+    at.optim_step(optim(parent=ref("p", parent), lease=lease, upload=commit))
     done = finish(at)
     assert not done["fb"].error and not done["opt"].error
     if commit:
@@ -100,7 +100,7 @@ def test_state_without_the_optimizers_state_is_not_kept_and_takes_no_step(tmp_pa
     at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)})
     at.load("p", 1, ref("p"), tmp_path / "p", optimizer=False)
     batch = protocol.TrainingBatch(groups=units(0))
-    at.forward_backward(forward_backward(op="share", commit="ticket"), batch)
+    at.forward_backward(forward_backward(op="share", upload="ticket"), batch)
     at.forward_backward(forward_backward(op="other", operations=1), batch)
     at.optim_step(optim(operations=2))
     done = finish(at)
@@ -130,7 +130,7 @@ def test_memory_that_never_holds_a_state_is_reported_before_it_computes(tmp_path
     at.load_reference("p", ref("p"), folder)
     op = forward_backward(kl_weight=0.1, reference=ref("p"))
     at.forward_backward(op, protocol.TrainingBatch(groups=units(0)))
-    at.optim_step(optim(commit="v1"))
+    at.optim_step(optim(upload="v1"))
     assert not any(done.error for done in finish(at).values())
 
 
@@ -177,12 +177,12 @@ def test_full_memory_evicts_offloaded_and_idle_states_and_waits_for_busy_ones(
     now = 6.0
     with pytest.raises(NoRoom):
         at.load("d", 1, ref("d"), folders["d"])  # both have a gradient
-    at.optim_step(optim(policy="a", parent=ref("a"), tenant="a", commit="v1"))
+    at.optim_step(optim(policy="a", parent=ref("a"), tenant="a", upload="v1"))
     with pytest.raises(NoRoom):
-        at.optim_step(optim(policy="c", parent=ref("c"), tenant="c", commit="v1"))  # one copy fits
+        at.optim_step(optim(policy="c", parent=ref("c"), tenant="c", upload="v1"))  # one copy fits
     export = finish(at)["opt"].export
     del export
-    at.optim_step(optim(policy="c", parent=ref("c"), tenant="c", commit="v1"))
+    at.optim_step(optim(policy="c", parent=ref("c"), tenant="c", upload="v1"))
     finish(at)
     now = 8.0
     at.load("d", 1, ref("d"), folders["d"])

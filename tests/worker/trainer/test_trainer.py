@@ -563,7 +563,7 @@ def test_export_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Exported, loaded elsewhere, and trained on: the same next step; and the export is a snapshot."""
     first = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)})
     first.forward_backward(forward_backward(), protocol.TrainingBatch(groups=units(0)))
-    first.optim_step(optim(commit="ticket"))
+    first.optim_step(optim(upload="ticket"))
     export = finish(first)["opt"].export
     assert export is not None
 
@@ -603,7 +603,7 @@ def test_operations_run_only_on_the_state_they_name(tmp_path: Path) -> None:
     at.optim_step(optim())
     assert finish(at)["opt"].category == "stale"  # nothing was accumulated
     at.forward_backward(forward_backward(), batch)
-    at.optim_step(optim(commit="t"))
+    at.optim_step(optim(upload="t"))
     assert at.holds("p", 1, "v0", 1) and not at.holds("p", 1, "v0", 0)  # the queued step counts
     finish(at)
     at.mark_committed("p", 1, ref("p", "v1"))
@@ -780,7 +780,7 @@ def test_shares_of_a_batch_sum_to_its_gradient(tmp_path: Path, parts: int, loss:
     answers, exports = [], []
     for number, share in enumerate(shares := split_batch(batch, parts)):
         of = trainer(decoder(), {"p": folder}) if number else first
-        of.forward_backward(forward_backward(loss=loss, commit="ticket" if number else ""), share)
+        of.forward_backward(forward_backward(loss=loss, upload="ticket" if number else ""), share)
         answers.append(finish(of)["fb"])
         if number:
             exports.append(tmp_path / f"share {number}")
@@ -805,7 +805,7 @@ def test_share_that_is_not_finite_skips_the_step(tmp_path: Path) -> None:
     helper, first = trainer(decoder(), {"p": folder}), trainer(decoder(), {"p": folder})
     bad = units(4)[:1]
     bad[0].members[0].advantages[0] = math.inf
-    helper.forward_backward(forward_backward(commit="ticket"), protocol.TrainingBatch(groups=bad))
+    helper.forward_backward(forward_backward(upload="ticket"), protocol.TrainingBatch(groups=bad))
     export = finish(helper)["fb"].export
     assert export is not None
     export.write(tmp_path)
@@ -819,7 +819,7 @@ def test_share_that_is_not_finite_skips_the_step(tmp_path: Path) -> None:
 def test_gradient_of_another_adapter_is_refused(tmp_path: Path) -> None:
     one = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 8, 2)})
     other = trainer(decoder(), {"p": adapter_folder(tmp_path / "other", 4, 2)})
-    other.forward_backward(forward_backward(commit="ticket"), protocol.TrainingBatch(groups=units(4)))
+    other.forward_backward(forward_backward(upload="ticket"), protocol.TrainingBatch(groups=units(4)))
     export = finish(other)["fb"].export
     assert export is not None
     export.write(tmp_path)
@@ -838,7 +838,7 @@ def test_rank_above_max_rank_is_refused(tmp_path: Path) -> None:
 def test_initial_versions(tmp_path: Path) -> None:
     """Version 0 from a seed has B = 0; from an adapter it has that adapter's weights."""
     at = trainer(decoder(), {})
-    op = protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q", "down"], seed=7, commit="t")
+    op = protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q", "down"], seed=7, upload="t")
     new, again = at.initial_version(op, None), at.initial_version(op, None)
     assert new.adapter.modules == ["q_proj", "down_proj"]
     for (a, b), (other, _) in zip(new.adapter.weights.values(), again.adapter.weights.values(), strict=True):

@@ -406,7 +406,7 @@ class TrainingDispatcher:
         upload = _Upload()
         try:
             await self._transfer(self._open, upload)
-            done = await self.call(worker, msgspec.structs.replace(message, commit=upload.ticket))
+            done = await self.call(worker, msgspec.structs.replace(message, upload=upload.ticket))
             self._tickets.collect(upload.ticket)
             try:
                 manifest = await self._transfer(self._publish, message.policy, upload)

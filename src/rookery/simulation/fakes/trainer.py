@@ -119,7 +119,7 @@ class FakeTrainer:
         weights = source if source is not None else msgspec.json.encode(AdapterState(seed, seed))
         files = {ADAPTER: weights, CONFIG: peft_config(op.rank, op.alpha, op.targets)}
         reply = protocol.OperationDone(epoch=0, op=op.op, metrics={"grad_norm": 1.0})
-        return FakeOperationResult(reply, files, op.commit)
+        return FakeOperationResult(reply, files, op.upload)
 
     def apply(
         self, op: PolicyOperation, batch: protocol.TrainingBatch | None = None, gradients: Sequence[bytes] = ()
@@ -135,20 +135,20 @@ class FakeTrainer:
             assert batch is not None
             reply = self._forward_backward(op, state, batch)
             state.gradient += [digest for content in gradients for digest in msgspec.json.decode(content)]
-            if not op.commit:
+            if not op.upload:
                 return FakeOperationResult(reply)
             self.evict(op.policy)  # it trains on another worker
-            return FakeOperationResult(reply, {GRADIENT: msgspec.json.encode(state.gradient)}, op.commit)
+            return FakeOperationResult(reply, {GRADIENT: msgspec.json.encode(state.gradient)}, op.upload)
         reply = protocol.OperationDone(epoch=0, op=op.op)
         if op.adam is not None:
             state.steps.append(TrainedStep(sorted(state.gradient), f"{op.scale} {op.adam.lr}"))
             state.gradient, state.operations = [], 0
             reply.metrics = {"grad_norm": 1.0}
-        if not op.commit:
+        if not op.upload:
             return FakeOperationResult(reply)
         state.exported = len(state.steps)
         made = AdapterState(chain_of(state.parent_chain, state.steps), state.parent_chain, state.steps)
-        return FakeOperationResult(reply, {ADAPTER: msgspec.json.encode(made), CONFIG: state.config}, op.commit)
+        return FakeOperationResult(reply, {ADAPTER: msgspec.json.encode(made), CONFIG: state.config}, op.upload)
 
     def _forward_backward(
         self, op: protocol.ForwardBackward, state: _PolicyState, batch: protocol.TrainingBatch

@@ -130,11 +130,11 @@ class Trainer(ABC):
     ) -> None:
         """Queue a pass: gradients add up in the policy's state, or, with ``op.forward_only``, log-probabilities are
         returned and the state does not change. Exports in the folders ``gradients`` are added after the batch's
-        gradient, in order; the folders stay until the result is there. With ``op.commit`` the result has an
+        gradient, in order; the folders stay until the result is there. With ``op.upload`` the result has an
         :class:`Export` of the gradient."""
 
     def optim_step(self, op: protocol.OptimStep) -> None:
-        """Queue an optimizer step; with ``op.commit`` its result has an :class:`Export` of the state after it. Raises
+        """Queue an optimizer step; with ``op.upload`` its result has an :class:`Export` of the state after it. Raises
         ``NoRoom`` while there is no memory for the export."""
         self._enqueue(op)
 
@@ -156,7 +156,7 @@ class Trainer(ABC):
             self.queue.finish(op.op, str(error), "stale")
             return
         export = None
-        if op.commit:
+        if op.upload:
             export, held.exported_steps = self._export(op, held), held.steps
         metrics["seconds"] = time.perf_counter() - began
         self.queue.add(TrainerResult(op.op, metrics=metrics, export=export))

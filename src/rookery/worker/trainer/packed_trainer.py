@@ -156,7 +156,7 @@ class PackedTrainer(Trainer):
         self._enqueue_batch(op, gradients, pieces)
 
     def optim_step(self, op: protocol.OptimStep) -> None:
-        if op.commit and (held := self.held.get(op.policy)) is not None:
+        if op.upload and (held := self.held.get(op.policy)) is not None:
             self.states.make_room(EXPORT_BYTES * held.state.masters.numel(), keep=op.policy)
         self._enqueue(op)
 
@@ -246,6 +246,6 @@ class PackedTrainer(Trainer):
 
     def _reserved_bytes(self) -> int:
         """Of the copies that queued commits will make."""
-        commits = [op.policy for op in self.queue.all() if isinstance(op, protocol.OptimStep) and op.commit]
+        commits = [op.policy for op in self.queue.all() if isinstance(op, protocol.OptimStep) and op.upload]
         states = [held.state for policy in commits if (held := self.held.get(policy)) is not None]
         return EXPORT_BYTES * sum(state.masters.numel() for state in states)

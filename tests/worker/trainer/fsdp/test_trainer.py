@@ -119,7 +119,7 @@ def take_step(
         )  # fmt: skip
         trainer.forward_backward(op, batch(2 * seed + number))
     trainer.optim_step(
-        protocol.OptimStep(op="step", adam=ADAM, scale=0.5, operations=2, commit="c" if to else "", **common)
+        protocol.OptimStep(op="step", adam=ADAM, scale=0.5, operations=2, upload="c" if to else "", **common)
     )
     results = finish(trainer)
     assert [result.error for result in results] == ["", "", ""]
@@ -286,7 +286,7 @@ def test_commit_that_cannot_be_written_is_lost_and_others_train(pair: TrainingGr
     for policy, commit in (("p", "ticket"), ("q", "")):
         common = {"policy": policy, "lease": 1, "parent": ref("v0", 0), "steps": 0}
         trainer.load(policy, 1, ref("v0", 0), folder)
-        trainer.optim_step(protocol.OptimStep(op=policy, adam=ADAM, commit=commit, **common))
+        trainer.optim_step(protocol.OptimStep(op=policy, adam=ADAM, upload=commit, **common))
         trainer.optim_step(protocol.OptimStep(op=f"{policy} 2", adam=ADAM, **(common | {"steps": 1})))
         results = finish(trainer)
         assert [result.category for result in results] == (["lost", "lost"] if commit else ["", ""])

@@ -132,7 +132,7 @@ def test_equals_the_native_trainer(tmp_path: Path, family: str) -> None:
     close(gradient(ours), gradient(native))
     files = []
     for number, trainer in enumerate((native, ours)):
-        trainer.optim_step(optim(commit="ticket", operations=2))
+        trainer.optim_step(optim(upload="ticket", operations=2))
         export = finish(trainer)["opt"].export
         assert export is not None
         written = tmp_path / str(number)
