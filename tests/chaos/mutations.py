@@ -20,7 +20,6 @@ from rookery.controller.jobs.trajectory import Trajectory
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.training.policy_run import PolicyRun
-from rookery.controller.training.policy_trainer import PolicyTrainer
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.weights import handed as handed_module
 from rookery.controller.weights.store import WeightStore
@@ -57,7 +56,7 @@ def _one(name: str, where: Any, function: str, old: str, new: str, *caught: str,
 
 
 COMMITTED_EARLY = """head = self.versions.head
-    self.trainer.committed(protocol.AdapterRef(policy=self.versions.row.id, version=head.version + 1 if head else 0,
+    self._continue_from(protocol.AdapterRef(policy=self.versions.row.id, version=head.version + 1 if head else 0,
         hash=manifest.hash, rank=self.versions.row.rank, alpha=self.versions.row.alpha))
     ref = await"""
 """The trainer hears of a version before the database does."""
@@ -127,10 +126,10 @@ MUTATIONS = [
         frozenset({"stale"}),
     ),
     _one(
-        "forget the gradients of other trainers", PolicyTrainer, "_divided", "gradients=refs", "gradients=[]", "groups",
+        "forget the gradients of other trainers", PolicyRun, "_divided", "gradients=refs", "gradients=[]", "groups",
     ),
     _one(
-        "forget the share of a lost trainer", PolicyTrainer, "_divided", "batch=join_batches(lost)",
+        "forget the share of a lost trainer", PolicyRun, "_divided", "batch=join_batches(lost)",
         "batch=join_batches([])", "groups", phase_deaths=0.1, trainers=0.4, lifetime=60.0,
     ),
     _one(

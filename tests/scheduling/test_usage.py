@@ -20,7 +20,8 @@ from tests.support.peers import MODEL, Service, eventually, job_of
 from rookery import protocol
 from rookery.cli.jobs import cost_lines
 from rookery.controller.rollout.request import SamplingRequest
-from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
+from rookery.controller.training.policy_run import ForwardRequest, PolicyRun
+from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.usage import FLUSH_SECONDS
 from rookery.controller.views import JobView
 from rookery.errors import Unavailable
@@ -31,7 +32,7 @@ from rookery.scheduling.usage import (
     WorkerMeter,
 )
 from rookery.storage.columns import rows
-from rookery.storage.models import PolicyRow, UsageRow
+from rookery.storage.models import PolicyRow, UsageRow, VersionRow
 from rookery.storage.repositories import tenants
 from rookery.storage.repositories.tenants import TENANT_TOTAL
 
@@ -279,25 +280,23 @@ async def test_a_job_on_preemptible_workers_shows_its_cost_on_reserved_ones(serv
 
 async def test_chat_requests_and_clients_models_are_charged_to_their_tenants(service: Service) -> None:
     busy = await Busy(service, "worker", 1.0).join()
-    rollouts, training = service.controller.context.rooms.rollouts, service.controller.context.rooms.training
+    context = service.controller.context
+    rooms, rollouts = context.rooms, context.rooms.rollouts
     reply = await rollouts.sample(question())
     assert reply.tokens
     row = PolicyRow(id="policy-of-a-client", tenant="bob", name="run", rank=16, alpha=32.0, targets=["q"])
-    trainer = PolicyTrainer(training, row, MODEL, lease)
-    manifest = await trainer.init(0, None)
-    parent = protocol.AdapterRef(policy="policy-of-a-client", version=0, hash=manifest.hash, rank=16, alpha=32.0)
+    run = PolicyRun(rooms.training, rooms.weights, lease, MODEL, PolicyVersions(context, rooms.collector, row))
+    await run.create(first_version, 0, None)
     busy.worker.answer = None
 
     async def answer(op: Any) -> protocol.OperationDone:
         return protocol.OperationDone(epoch=0, op=op.op, metrics={"tokens": 5.0, "seconds": 3.0})
 
     busy.worker.answer = answer
-    await trainer.forward(
-        parent, ForwardRequest(protocol.encode(protocol.TrainingBatch()), protocol.Loss(name="cross_entropy"))
-    )
+    await run.forward(ForwardRequest(protocol.encode(protocol.TrainingBatch()), protocol.Loss(name="cross_entropy")))
     service.clock.now += 10.0
     await busy.beat(decode=2.0, train=3.0)
-    usage = service.controller.context.rooms.usage
+    usage = rooms.usage
     assert usage.tenant_view("bob").cost == 5.0 and usage.tenant_view("alice").cost == 0.0
     await usage.save()
     assert [row.job for row in service.database.read(rows, UsageRow, tenant="bob")] == [TENANT_TOTAL]
@@ -305,6 +304,13 @@ async def test_chat_requests_and_clients_models_are_charged_to_their_tenants(ser
 
 async def lease(policy: str) -> int:
     return 1
+
+
+async def first_version(*, policy: str, manifest: protocol.Manifest, time: float, **_: Any) -> VersionRow:
+    return VersionRow(
+        tenant="bob", policy=policy, version=0, parent=None, manifest=manifest, hash=manifest.hash, size=1, step=0,
+        created=time,
+    )  # fmt: skip
 
 
 async def test_counters_survive_a_restart_and_a_crash_loses_only_those_not_stored(tmp_path: Path) -> None:

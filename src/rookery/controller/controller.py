@@ -536,7 +536,7 @@ class Controller:
                 await asyncio.wait([runner.task])
             lines, context = list[str](), self.context
             for policy in await context.store.read(jobs.policies, tenant, job):
-                versions = PolicyVersions(context, context.rooms.training, context.rooms.collector, policy)
+                versions = PolicyVersions(context, context.rooms.collector, policy)
                 lines += await versions.load_intact(absent=True)
             if not lines:
                 raise Conflict(f"the newest version of job {job} is there: resume it")

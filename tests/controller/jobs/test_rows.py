@@ -16,7 +16,7 @@ from tests.support.peers import ADAPTER, ScriptedWorker, Service, eventually, jo
 from rookery import protocol
 from rookery.controller.jobs.rows import RowBatch, step_metrics
 from rookery.controller.quotas import job_problems
-from rookery.controller.training.policy_trainer import ForwardRequest
+from rookery.controller.training.policy_run import ForwardRequest
 from rookery.environments.builtins import find
 from rookery.environments.datasets import PromptDataset
 from rookery.settings import LimitSettings

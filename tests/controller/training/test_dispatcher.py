@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,7 +24,8 @@ from rookery.controller.fleet.events import WorkerEvent, WorkerReady
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.sessions.times import SessionTimes
 from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
-from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
+from rookery.controller.training.policy_run import ForwardRequest, PolicyRun
+from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import WeightStore
@@ -33,7 +35,7 @@ from rookery.settings import Settings
 from rookery.simulation.fakes.trainer import FakeTrainer
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
-from rookery.storage.models import PolicyRow
+from rookery.storage.models import PolicyRow, VersionRow
 from rookery.storage.store import StorageWriter, Store
 
 MODEL = "smollm2-135m-instruct"
@@ -61,7 +63,6 @@ class Room:
         self.slots = TrainerSlots(self.fleet, self.settings, self.clock, {}, SessionTimes().slot_wait)
         self.workers: list[ScriptedWorker] = []
         self.leases: dict[str, int] = {}
-        self.versions = 0
 
     def on_event(self, event: WorkerEvent) -> None:
         react(event, self.fleet, self.weights, training=self.training)
@@ -73,31 +74,39 @@ class Room:
         self.workers.append(await worker.join())
         return worker
 
-    def trainer(self, policy: str = "p", trainers: int = 1) -> PolicyTrainer:
+    def run(self, policy: str = "p", trainers: int = 1) -> PolicyRun:
         async def next_lease(policy: str) -> int:
             self.leases[policy] = self.leases.get(policy, 0) + 1
             return self.leases[policy]
 
         row = PolicyRow(id=policy, tenant="alice", name=policy, rank=8, alpha=16.0, targets=["q"])
-        return PolicyTrainer(self.training, row, MODEL, next_lease, trainers)
+        records = SimpleNamespace(spans=SimpleNamespace(add=lambda span: None))
+        services: Any = SimpleNamespace(clock=self.clock, records=records)
+        versions = PolicyVersions(services, self.collector, row)
+        return PolicyRun(self.training, self.weights, next_lease, MODEL, versions, trainers)
 
-    async def begun(self) -> tuple[ScriptedWorker, PolicyTrainer, protocol.AdapterRef]:
-        """A worker, a policy's trainer, and the policy's first version."""
-        worker, trainer = await self.worker(), self.trainer()
-        return worker, trainer, await self.begin(trainer)
+    async def begun(self) -> tuple[ScriptedWorker, PolicyRun]:
+        """A worker, and a policy with its first version."""
+        worker, run = await self.worker(), self.run()
+        await self.begin(run)
+        return worker, run
 
-    async def begin(self, trainer: PolicyTrainer, policy: str = "p") -> protocol.AdapterRef:
-        return self.commit(trainer, await trainer.init(1, None), policy)
+    async def begin(self, run: PolicyRun) -> protocol.AdapterRef:
+        return await run.create(self._write, 1, None)
 
-    def commit(
-        self, trainer: PolicyTrainer, manifest: protocol.Manifest | None, policy: str = "p"
-    ) -> protocol.AdapterRef:
-        assert manifest is not None
+    async def commit(self, run: PolicyRun, done: protocol.OperationDone) -> protocol.AdapterRef:
+        assert done.manifest is not None
+        return await run.commit(self._write, done.manifest)
+
+    async def _write(
+        self, *, policy: str, lease: int, parent: int | None, manifest: protocol.Manifest, step: int, time: float
+    ) -> VersionRow:
+        """As the transaction of a commit, with no database."""
         self.artifacts.verify(manifest.hash)
-        ref = protocol.AdapterRef(policy=policy, version=self.versions, hash=manifest.hash, rank=8, alpha=16.0)
-        self.versions += 1
-        trainer.committed(ref)
-        return ref
+        return VersionRow(
+            tenant="alice", policy=policy, version=0 if parent is None else parent + 1, parent=parent,
+            manifest=manifest, hash=manifest.hash, size=1, step=step, created=time,
+        )  # fmt: skip
 
     def content(self, ref: protocol.AdapterRef) -> str:
         return self.artifacts.path(ref.hash, ADAPTER).read_text()
@@ -136,29 +145,25 @@ def forward(number: int, members: int = 1) -> ForwardRequest:
     return ForwardRequest(batch, protocol.Loss(name="aipo", params={"rho": 4.0}))
 
 
-async def step(
-    trainer: PolicyTrainer, parent: protocol.AdapterRef, number: int, *, commit: bool, members: int = 1
-) -> protocol.OperationDone:
+async def step(run: PolicyRun, number: int, *, commit: bool, members: int = 1) -> protocol.OperationDone:
     """One optimizer step on the gradient of one batch."""
-    await trainer.forward(parent, forward(number, members))
-    return await trainer.optim_step(parent, protocol.Adam(lr=0.1 * number), commit=commit, scale=1 / number)
+    await run.forward(forward(number, members))
+    return await run.optim_step(protocol.Adam(lr=0.1 * number), commit=commit, scale=1 / number)
 
 
-async def history(room: Room, trainer: PolicyTrainer, steps: int, every: int = 1, members: int = 1) -> list[str]:
+async def history(room: Room, run: PolicyRun, steps: int, every: int = 1, members: int = 1) -> list[str]:
     """Take that many steps; the content of every committed version."""
-    ref = await room.begin(trainer)
-    contents = [room.content(ref)]
+    contents = [room.content(await room.begin(run))]
     for number in range(1, steps + 1):
-        done = await step(trainer, ref, number, commit=number % every == 0, members=members)
+        done = await step(run, number, commit=number % every == 0, members=members)
         if number % every == 0:
-            ref = room.commit(trainer, done.manifest)
-            contents.append(room.content(ref))
+            contents.append(room.content(await room.commit(run, done)))
     return contents
 
 
 async def test_steps_follow_each_other_on_one_lease(room: Room) -> None:
     worker = await room.worker()
-    contents = await history(room, room.trainer(), 4)
+    contents = await history(room, room.run(), 4)
     assert len(set(contents)) == 5
     assert [type(op).__name__ for op in worker.operations] == ["InitAdapter"] + ["ForwardBackward", "OptimStep"] * 4
     assert {op.lease for op in worker.operations[1:]} == {2}
@@ -172,11 +177,11 @@ async def test_steps_follow_each_other_on_one_lease(room: Room) -> None:
 
 async def test_metrics_of_both_operations_are_returned(room: Room) -> None:
     await room.worker()
-    trainer = room.trainer()
-    parent = await room.begin(trainer)
-    done = await trainer.forward(parent, forward(1))
+    run = room.run()
+    await room.begin(run)
+    done = await run.forward(forward(1))
     assert done.metrics == {"loss:sum": 1.0, "tokens": 2.0, "entropy:sum": 2.0}
-    done = await trainer.optim_step(parent, protocol.Adam(lr=0.1), commit=True)
+    done = await run.optim_step(protocol.Adam(lr=0.1), commit=True)
     assert done.metrics == {"grad_norm": 1.0}
 
 
@@ -186,7 +191,7 @@ async def test_lost_worker_costs_its_computation_only(tmp_path: Path, every: int
     """Whenever the worker dies, the versions are those of an undisturbed run."""
     calm = Room(tmp_path / "calm")
     await calm.worker()
-    expected = await history(calm, calm.trainer(), 3, every)
+    expected = await history(calm, calm.run(), 3, every)
     rough = Room(tmp_path / "rough")
     first = await rough.worker("a")
     received = 0
@@ -200,15 +205,15 @@ async def test_lost_worker_costs_its_computation_only(tmp_path: Path, every: int
 
     first.answer = die
     await rough.worker("b")
-    assert await history(rough, rough.trainer(), 3, every) == expected
+    assert await history(rough, rough.run(), 3, every) == expected
     assert rough.fleet.losses == (1 if received > death else 0)
     for room in (calm, rough):
         await room.close()
 
 
 async def test_a_stale_worker_reloads(room: Room) -> None:
-    worker, trainer, ref = await room.begun()
-    ref = room.commit(trainer, (await step(trainer, ref, 1, commit=True)).manifest)
+    worker, run = await room.begun()
+    await room.commit(run, await step(run, 1, commit=True))
     worker.trainer = FakeTrainer()  # it dropped the policy: the pending step must not be built on nothing
 
     received: list[str] = []
@@ -220,7 +225,7 @@ async def test_a_stale_worker_reloads(room: Room) -> None:
         return None
 
     worker.answer = once
-    done = await step(trainer, ref, 2, commit=True)
+    done = await step(run, 2, commit=True)
     assert done.manifest is not None
     assert received == ["ForwardBackward", "ForwardBackward", "OptimStep"]
     assert worker.operations[-1].lease > worker.operations[-3].lease
@@ -229,54 +234,54 @@ async def test_a_stale_worker_reloads(room: Room) -> None:
 
 async def test_steps_since_the_commit_are_replayed(room: Room) -> None:
     one = await room.worker("one")
-    trainer = room.trainer()
-    ref = await room.begin(trainer)
-    await step(trainer, ref, 1, commit=False)
-    await step(trainer, ref, 2, commit=False)
+    run = room.run()
+    await room.begin(run)
+    await step(run, 1, commit=False)
+    await step(run, 2, commit=False)
     await one.die()
     two = await room.worker("two")
-    await step(trainer, ref, 3, commit=True)
+    await step(run, 3, commit=True)
     assert [op.steps for op in two.operations] == [0, 0, 1, 1, 2, 2]
     assert [op.upload != "" for op in two.operations if isinstance(op, protocol.OptimStep)] == [False, False, True]
 
 
 @pytest.mark.parametrize("category", ["lost", "stale"])
 async def test_repeated_worker_losses_are_no_failure_of_the_job(room: Room, category: Any) -> None:
-    worker, trainer, ref = await room.begun()
+    worker, run = await room.begun()
     refusing(worker, "no luck", category)
     with pytest.raises(Unavailable, match="training failed 4 times, the last: worker worker: no luck"):
-        await step(trainer, ref, 1, commit=True)
+        await step(run, 1, commit=True)
 
 
 @pytest.mark.parametrize("kinds", [("reserved", "reserved"), ("reserved", "preemptible")])
 async def test_next_attempt_goes_to_a_worker_that_has_not_failed(room: Room, kinds: tuple[Any, Any]) -> None:
     """A trajectory that is too long for the first worker's memory is trained by the other one, and so is the next."""
-    (a, b), trainer = (
+    (a, b), run = (
         [await room.worker(name, kind=kind) for name, kind in zip("ab", kinds, strict=True)],
-        room.trainer(),
+        room.run(),
     )
-    ref = await room.begin(trainer)
+    await room.begin(run)
     assert [len(worker.operations) for worker in (a, b)] == [1, 0]
     refusing(a, "a trajectory of 7900 tokens is longer than the 6000 that fit this worker's memory", "lost")
-    await step(trainer, ref, 1, commit=False)
-    await step(trainer, ref, 2, commit=True)
+    await step(run, 1, commit=False)
+    await step(run, 2, commit=True)
     assert [len(worker.operations) for worker in (a, b)] == [2, 4]
     assert room.training.retries == 1
 
 
 async def test_error_names_the_worker_that_does_not_answer(tmp_path: Path) -> None:
     room = Room(tmp_path, request_timeout_seconds=0.2)
-    worker, trainer, ref = await room.begun()
+    worker, run = await room.begun()
     worker.training.clear()
     before = len(worker.other)
     with pytest.raises(Unavailable, match=r"the last: worker worker did not answer ForwardBackward within 0\.2 s"):
-        await step(trainer, ref, 1, commit=True)
+        await step(run, 1, commit=True)
     attempts = room.settings.training.retry_limit + 1
     await eventually(
         lambda: sum(isinstance(message, protocol.CancelOperation) for message in worker.other[before:]) == attempts
     )
     worker.training.set()
-    assert (await step(trainer, ref, 1, commit=True)).manifest is not None, "it answers again"
+    assert (await step(run, 1, commit=True)).manifest is not None, "it answers again"
     await room.close()
 
 
@@ -284,8 +289,9 @@ async def test_an_operation_waits_for_those_before_it_without_a_deadline(tmp_pat
     """The last of six waits twice as long as a worker may take for one."""
     room = Room(tmp_path, request_timeout_seconds=0.25)
     worker = await room.worker()
-    trainers = {name: room.trainer(name) for name in "abc"}
-    parents = {name: await room.begin(trainer, name) for name, trainer in trainers.items()}
+    runs = {name: room.run(name) for name in "abc"}
+    for run in runs.values():
+        await room.begin(run)
     turn, left = asyncio.Lock(), asyncio.Event()
 
     async def slowly(op: Any) -> None:
@@ -295,17 +301,17 @@ async def test_an_operation_waits_for_those_before_it_without_a_deadline(tmp_pat
                     await left.wait()
 
     worker.answer = slowly
-    steps = [step(trainers[name], parents[name], 1, commit=False) for name in "abc"]
+    steps = [step(runs[name], 1, commit=False) for name in "abc"]
     await asyncio.gather(*steps)
     assert room.training.retries == 0 and len(worker.operations) == 3 + 6
     await room.close()
 
 
 async def test_operation_that_cannot_succeed_is_not_retried(room: Room) -> None:
-    worker, trainer, ref = await room.begun()
+    worker, run = await room.begun()
     refusing(worker, "the batch is no batch", "failed")
     with pytest.raises(TrainingFailed, match="worker worker: the batch is no batch"):
-        await step(trainer, ref, 1, commit=True)
+        await step(run, 1, commit=True)
     assert len(worker.operations) == 2
     assert room.staged() == 0
 
@@ -319,12 +325,12 @@ async def test_a_policy_trains_on_a_worker_that_has_room_for_it(room: Room) -> N
     for worker in small:
         refusing(worker, TOO_SMALL, "too small")
     large = await room.worker("large", kind="preemptible")
-    trainer = room.trainer()
-    ref = await room.begin(trainer)
-    await step(trainer, ref, 1, commit=True)
+    run = room.run()
+    await room.begin(run)
+    await step(run, 1, commit=True)
     assert [len(worker.operations) for worker in small] == [1] * 5 and len(large.operations) == 3
     await large.die()
-    waiting = asyncio.create_task(step(trainer, ref, 2, commit=True))
+    waiting = asyncio.create_task(step(run, 2, commit=True))
     with pytest.raises(Unavailable, match="large is suspect"):
         await waiting
     assert [len(worker.operations) for worker in small] == [1] * 5
@@ -334,25 +340,25 @@ async def test_a_policy_that_fits_no_worker_fails(room: Room) -> None:
     for name in ("a", "b"):
         refusing(await room.worker(name), TOO_SMALL, "too small")
     with pytest.raises(TrainingFailed, match=f"worker b: {TOO_SMALL}"):
-        await room.begin(room.trainer())
+        await room.begin(room.run())
     await room.worker("large")
-    assert (await room.begin(room.trainer())).version == 0
+    assert (await room.begin(room.run())).version == 0
 
 
 @pytest.mark.parametrize("sent", [0, 1, 3])
 async def test_results_have_one_log_probability_per_target(room: Room, sent: int) -> None:
-    worker, trainer, ref = await room.begun()
+    worker, run = await room.begun()
 
     async def answer(op: Any) -> protocol.OperationDone:
         return protocol.OperationDone(epoch=0, op=op.op, logprobs=bytes(4 * sent))
 
     worker.answer = answer
     with pytest.raises(TrainingFailed, match=f"worker worker sent {sent} log-probabilities for 2 targets"):
-        await trainer.forward(ref, dataclasses.replace(forward(1), targets=2))
+        await run.forward(dataclasses.replace(forward(1), targets=2))
 
 
 async def test_log_probabilities_come_in_several_messages_that_end(room: Room) -> None:
-    worker, trainer, ref = await room.begun()
+    worker, run = await room.begun()
     parts: list[bytes] = [b"oneo", b"", b"twot"]
 
     async def answer(op: Any) -> protocol.OperationDone:
@@ -362,12 +368,12 @@ async def test_log_probabilities_come_in_several_messages_that_end(room: Room) -
 
     worker.answer = answer
     entry = dataclasses.replace(forward(1), targets=3, forward_only=True)
-    assert (await trainer.forward(ref, entry)).logprobs == b"oneotwotlast"
+    assert (await run.forward(entry)).logprobs == b"oneotwotlast"
     parts.pop()
     with pytest.raises(TrainingFailed, match="sent 2 log-probabilities for 3 targets"):
-        await trainer.forward(ref, entry)
+        await run.forward(entry)
     parts *= 4
-    asking = asyncio.ensure_future(trainer.forward(ref, entry))
+    asking = asyncio.ensure_future(run.forward(entry))
     await eventually(lambda: room.fleet.bad_frames == 1)
     await cancel_all(asking)
 
@@ -375,8 +381,8 @@ async def test_log_probabilities_come_in_several_messages_that_end(room: Room) -
 @pytest.mark.parametrize("lie", ["nothing uploaded", "other bytes", "no manifest"])
 async def test_a_commit_must_be_what_was_uploaded(room: Room, lie: str) -> None:
     liar = await room.worker("a")
-    trainer = room.trainer()
-    ref = await room.begin(trainer)
+    run = room.run()
+    await room.begin(run)
 
     async def answer(op: Any) -> protocol.OperationDone | None:
         if not isinstance(op, protocol.OptimStep):
@@ -389,8 +395,8 @@ async def test_a_commit_must_be_what_was_uploaded(room: Room, lie: str) -> None:
 
     liar.answer = answer
     with pytest.raises(Unavailable, match="worker a uploaded"):
-        await step(trainer, ref, 1, commit=True)
-    assert sum(room.collector.pins.values()) == 1, "version 0 alone, which this test names nowhere else"
+        await step(run, 1, commit=True)
+    assert not room.collector.pins
 
 
 @pytest.mark.parametrize(
@@ -404,10 +410,10 @@ async def test_false_counts_cost_the_worker_its_connection(room: Room, false: di
         done = liar.operate(op)
         return msgspec.structs.replace(done, metrics={**done.metrics, **false})
 
-    trainer = room.trainer()
-    ref = await room.begin(trainer)
+    run = room.run()
+    await room.begin(run)
     liar.answer = lie
-    taking = asyncio.ensure_future(step(trainer, ref, 1, commit=True))
+    taking = asyncio.ensure_future(step(run, 1, commit=True))
     await eventually(lambda: room.fleet.bad_frames == 1)
     honest = await room.worker("honest")
     done = await taking
@@ -416,9 +422,9 @@ async def test_false_counts_cost_the_worker_its_connection(room: Room, false: di
 
 
 async def test_late_answers_are_ignored(room: Room) -> None:
-    worker, trainer, ref = await room.begun()
+    worker, run = await room.begun()
     worker.training.clear()
-    stepping = asyncio.create_task(step(trainer, ref, 1, commit=True))
+    stepping = asyncio.create_task(step(run, 1, commit=True))
     await eventually(lambda: len(worker.operations) == 2)
     await worker.say(protocol.OperationDone(epoch=0, op="another", metrics={"grad_norm": 9.0}))
     await worker.say(protocol.OperationDone(epoch=0, op=worker.operations[1].op, error="old"), epoch=worker.epoch - 1)
@@ -428,16 +434,16 @@ async def test_late_answers_are_ignored(room: Room) -> None:
     done = await stepping
     await worker.say(protocol.OperationDone(epoch=0, op=worker.operations[1].op, error="again", category="failed"))
     await settle()
-    assert room.commit(trainer, done.manifest).version == 1
+    assert (await room.commit(run, done)).version == 1
 
 
 async def test_cancelled_step_is_cancelled_at_the_worker(room: Room) -> None:
-    worker, trainer, ref = await room.begun()
+    worker, run = await room.begun()
     worker.training.clear()
-    stepping = asyncio.create_task(step(trainer, ref, 1, commit=True))
+    stepping = asyncio.create_task(step(run, 1, commit=True))
     await eventually(lambda: len(worker.operations) == 2)
     await cancel_all(stepping)
-    trainer.forget()
+    run.forget()
     await eventually(lambda: len(worker.other) == 2)
     assert isinstance(worker.other[0], protocol.CancelOperation)
     assert worker.other[0].op == worker.operations[1].op
@@ -447,12 +453,12 @@ async def test_cancelled_step_is_cancelled_at_the_worker(room: Room) -> None:
 async def test_error_reports_that_no_trainer_came_in_time(room: Room) -> None:
     await room.worker("rolls", roles=["rollout"])
     with pytest.raises(Unavailable, match=f"no worker serves {MODEL} for train"):
-        await room.begin(room.trainer())
+        await room.begin(room.run())
 
 
 async def test_waiting_policy_gets_a_trainer_that_joins(tmp_path: Path) -> None:
     room = Room(tmp_path, worker_wait_seconds=20)
-    beginning = asyncio.create_task(room.begin(room.trainer()))
+    beginning = asyncio.create_task(room.begin(room.run()))
     await settle()
     await room.worker()
     assert (await beginning).version == 0
@@ -462,8 +468,8 @@ async def test_waiting_policy_gets_a_trainer_that_joins(tmp_path: Path) -> None:
 async def test_policies_are_spread_over_the_trainers(room: Room) -> None:
     workers = [await room.worker(name) for name in ("a", "b")]
     for policy in ("p", "q", "r", "s"):
-        trainer = room.trainer(policy)
-        await step(trainer, await room.begin(trainer, policy), 1, commit=False)
+        await room.begin(run := room.run(policy))
+        await step(run, 1, commit=False)
     taken = [{op.policy for op in worker.operations} for worker in workers]
     assert [len(policies) for policies in taken] == [2, 2]
     assert not taken[0] & taken[1], "a policy stays where it is"
@@ -473,8 +479,8 @@ async def test_policy_returns_to_the_worker_with_its_offloaded_state(room: Room)
     """However often it is told to rest; not once its state may go."""
     workers = [await room.worker(name) for name in ("a", "b")]
     for policy in ("p", "q"):
-        trainer = room.trainer(policy)
-        await step(trainer, await room.begin(trainer, policy), 1, commit=False)
+        await room.begin(run := room.run(policy))
+        await step(run, 1, commit=False)
     by_name = {worker.name: worker.operations[0].policy for worker in workers}
     later = by_name["b"]
     assert (await room.training.worker_for(later, MODEL)).name == "b"
@@ -488,23 +494,23 @@ async def test_policy_returns_to_the_worker_with_its_offloaded_state(room: Room)
 
 
 async def test_abandoned_worker_evicts_the_policy(room: Room) -> None:
-    worker, trainer, ref = await room.begun()
-    await step(trainer, ref, 1, commit=False)
+    worker, run = await room.begun()
+    await step(run, 1, commit=False)
     refusing(worker, "it is gone", "lost")
     with pytest.raises(Unavailable, match="it is gone"):
-        await step(trainer, ref, 2, commit=False)
+        await step(run, 2, commit=False)
     forgotten = [message for message in worker.other if isinstance(message, protocol.EvictArtifacts)]
     assert forgotten and set(map(repr, forgotten)) == {repr(protocol.EvictArtifacts(policy="p"))}
 
 
 async def test_worker_that_lost_its_role_evicts_the_policy(room: Room) -> None:
-    worker, trainer, ref = await room.begun()
-    await step(trainer, ref, 1, commit=False)
+    worker, run = await room.begun()
+    await step(run, 1, commit=False)
     other = await room.worker("other")
     held = room.fleet.get("worker")
     assert held is not None
     room.fleet.set_roles(held, frozenset({"rollout"}))
-    await step(trainer, ref, 2, commit=False)
+    await step(run, 2, commit=False)
     assert [type(op).__name__ for op in other.operations] == ["ForwardBackward", "OptimStep"] * 2
     await eventually(lambda: protocol.EvictArtifacts(policy="p") in worker.other)
 
@@ -542,13 +548,13 @@ async def test_policies_spread_over_training_workers_that_join_later(room: Room)
     """All began where one worker was: at their next steps they go where fewer are, one reload each, and stay."""
     first = await room.worker("first")
     names = ("p", "q", "r", "s")
-    trainees = {name: room.trainer(name) for name in names}
-    refs = {name: await room.begin(trainer, name) for name, trainer in trainees.items()}
+    runs = [room.run(name) for name in names]
+    for run in runs:
+        await room.begin(run)
     second = await room.worker("second")
     for number in (1, 2, 3):
-        for name, trainer in trainees.items():
-            done = await step(trainer, refs[name], number, commit=True)
-            refs[name] = room.commit(trainer, done.manifest, name)
+        for run in runs:
+            await room.commit(run, await step(run, number, commit=True))
     steps = {worker.name: [op.policy for op in worker.operations if isinstance(op, protocol.OptimStep)]
              for worker in (first, second)}  # fmt: skip
     assert steps == {"first": ["r", "s"] * 3, "second": ["p", "q"] * 3}
@@ -559,16 +565,13 @@ async def test_policy_returns_to_the_reserved_worker(room: Room) -> None:
     """Once it has nothing uncommitted; one that may vanish trains it only while no other can."""
     stays = await room.worker("stays")
     spot = await room.worker("spot", kind="preemptible")
-    trainer = room.trainer()
-    ref = await room.begin(trainer)
+    run = room.run()
+    await room.begin(run)
     await stays.die()
-    await step(trainer, ref, 1, commit=False)
+    await step(run, 1, commit=False)
     await stays.join()
-    done = await step(trainer, ref, 2, commit=True)
-    ref = room.commit(trainer, done.manifest)
-    for number in (3, 4):
-        done = await step(trainer, ref, number, commit=True)
-        ref = room.commit(trainer, done.manifest)
+    for number in (2, 3, 4):
+        await room.commit(run, await step(run, number, commit=True))
     steps = {
         worker.name: sum(isinstance(op, protocol.OptimStep) for op in worker.operations) for worker in (stays, spot)
     }
@@ -582,12 +585,12 @@ async def test_slots_are_those_of_workers_that_get_policies(tmp_path: Path, monk
     slots, offloaded = room.slots, list[str]()
 
     def holder(name: str) -> SlotHolder:
-        trainer = room.trainer(name)
-        monkeypatch.setattr(trainer, "offload", lambda: offloaded.append(name))
-        return SlotHolder(name, "alice", name, MODEL, trainer)
+        run = room.run(name)
+        monkeypatch.setattr(run, "offload", lambda: offloaded.append(name))
+        return SlotHolder(name, "alice", name, MODEL, run)
 
     one, two = holder("one"), holder("two")
-    one.trainer.recall(forward(1))
+    one.run.recall(forward(1))
     for name in ("spot", "another"):
         await room.worker(name, kind="preemptible")
     for each in (one, two):
@@ -595,7 +598,7 @@ async def test_slots_are_those_of_workers_that_get_policies(tmp_path: Path, monk
     await room.worker("stays")
     await asyncio.wait_for(slots.acquire(one), 1)
     assert offloaded == []
-    one.trainer.drop_gradient()
+    one.run.drop_gradient()
     coming = asyncio.create_task(slots.acquire(one))
     await settle()
     assert not coming.done() and not one.busy
@@ -614,7 +617,7 @@ async def undivided(folder: Path, steps: int, every: int, members: int) -> list[
     """The versions of one trainer."""
     room = Room(folder)
     await room.worker()
-    versions = await history(room, room.trainer(), steps, every, members)
+    versions = await history(room, room.run(), steps, every, members)
     await room.workers[0].die()
     room.writer.close()
     return versions
@@ -623,7 +626,7 @@ async def undivided(folder: Path, steps: int, every: int, members: int) -> list[
 async def test_batch_is_divided_among_trainers(room: Room, tmp_path: Path) -> None:
     """Each step's gradient is that of the whole batch, and nothing of the shares stays."""
     workers = [await room.worker(name) for name in ("a", "b", "c")]
-    divided = await history(room, room.trainer(trainers=3), 3, 1, 6)
+    divided = await history(room, room.run(trainers=3), 3, 1, 6)
     assert divided == await undivided(tmp_path / "one", 3, 1, 6)
     first, *others = [
         [op for op in worker.operations if not isinstance(op, protocol.InitAdapter)] for worker in workers
@@ -637,10 +640,10 @@ async def test_batch_is_divided_among_trainers(room: Room, tmp_path: Path) -> No
 
 async def test_uncommitted_steps_and_small_batches_are_not_divided(room: Room, tmp_path: Path) -> None:
     workers = [await room.worker(name) for name in ("a", "b")]
-    assert await history(room, room.trainer(trainers=4), 4, 2, 2) == await undivided(tmp_path / "one", 4, 2, 2)
+    assert await history(room, room.run(trainers=4), 4, 2, 2) == await undivided(tmp_path / "one", 4, 2, 2)
     assert len(workers[1].operations) == 2, "of the first step after each commit"
-    trainer = room.trainer("q", trainers=4)
-    await step(trainer, await room.begin(trainer, "q"), 1, commit=True)
+    await room.begin(run := room.run("q", trainers=4))
+    await step(run, 1, commit=True)
     assert {op.policy for op in workers[0].operations} == {"p"}, "one trajectory has one share"
 
 
@@ -661,7 +664,7 @@ async def test_lost_trainer_of_a_share_costs_its_share_only(tmp_path: Path, deat
             victim.link.cut()
 
     victim.answer = die
-    assert await history(room, room.trainer(trainers=3), 3, 1, 6) == await undivided(tmp_path / "one", 3, 1, 6)
+    assert await history(room, room.run(trainers=3), 3, 1, 6) == await undivided(tmp_path / "one", 3, 1, 6)
     assert room.fleet.losses == room.training.retries == 1
     await eventually(lambda: room.staged() == 0)  # threads remove it
     assert len(room.artifacts.hashes()) == 4, "versions only"
@@ -672,16 +675,16 @@ async def test_lost_trainer_of_a_share_costs_its_share_only(tmp_path: Path, deat
 async def test_a_helper_that_cannot_compute_its_share_ends_no_job(room: Room, tmp_path: Path, category: Any) -> None:
     helper = [await room.worker(name) for name in ("a", "b")][1]
     refusing(helper, TOO_SMALL, category)
-    assert await history(room, room.trainer(trainers=2), 3, 1, 6) == await undivided(tmp_path / "one", 3, 1, 6)
+    assert await history(room, room.run(trainers=2), 3, 1, 6) == await undivided(tmp_path / "one", 3, 1, 6)
     assert len(helper.operations) == (1 if category == "too small" else 3)
 
 
 async def test_cancelled_step_leaves_nothing_of_its_shares(room: Room) -> None:
     a, b = [await room.worker(name) for name in ("a", "b")]
-    trainer = room.trainer(trainers=2)
-    ref = await room.begin(trainer)
+    run = room.run(trainers=2)
+    await room.begin(run)
     a.training.clear()
-    stepping = asyncio.create_task(step(trainer, ref, 1, commit=True, members=4))
+    stepping = asyncio.create_task(step(run, 1, commit=True, members=4))
     await eventually(lambda: len(b.operations) == 1 and len(a.operations) == 2)
     await cancel_all(stepping)
-    assert room.staged() == 0 and room.artifacts.hashes() == {ref.hash}
+    assert room.staged() == 0 and room.artifacts.hashes() == {run.parent.hash}

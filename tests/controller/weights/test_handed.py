@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -95,19 +96,26 @@ class Idle:
     def forget_policy(self, policy: str) -> None:
         pass
 
+    @asynccontextmanager
+    async def with_ticket(self, policy: str, digest: str) -> AsyncIterator[None]:
+        yield
 
-@pytest.mark.parametrize("call", ["commit", "replace"])
+
+async def next_lease(policy: str) -> int:
+    return 1
+
+
+@pytest.mark.parametrize("call", ["commit", "load"])
 async def test_version_that_is_committed_and_not_published_is_kept(room: Room, call: str) -> None:
     ref = room.ref(1)
     trainer, beside = await joined(room, "trainer"), await joined(room, "beside")
     versions = cast(PolicyVersions, Committed(ref))
-    run = PolicyRun(cast(TrainingDispatcher, Idle()), room.weights, cast(Any, None), MODEL, versions)
+    run = PolicyRun(cast(TrainingDispatcher, Idle()), room.weights, next_lease, MODEL, versions)
     room.weights.hand_over(room["trainer"], ref, FOLDER)
     room.weights.on_handed_over(room["beside"], protocol.HandedOver(epoch=0, hash=ref.hash))
     manifest = protocol.manifest_of([])
-    await (run.commit(cast(Any, None), manifest) if call == "commit" else run.replace(
-        cast(Any, None), manifest, uploaded=True
-    ))  # fmt: skip
+    write = cast(Any, None)
+    await (run.commit(write, manifest) if call == "commit" else run.load(write, ref, manifest))
     room.weights.hand_over(room["trainer"], room.ref(2), FOLDER)
     await eventually(lambda: bool(sent(trainer, protocol.Replicate) and len(sent(beside, protocol.HandOver)) == 2))
     assert [ref.hash for message in sent(beside, protocol.Replicate) for ref in message.refs] == [ref.hash]

@@ -19,7 +19,7 @@ from rookery import protocol
 from rookery.controller.prompts import CallOptions
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import FutureExpired, QueueStatus
-from rookery.controller.training.policy_trainer import PolicyTrainer
+from rookery.controller.training.policy_run import PolicyRun
 from rookery.errors import NotFound, Unavailable, UserError
 from rookery.storage.repositories import sessions
 from rookery.storage.repositories import versions as version_rows
@@ -182,17 +182,16 @@ async def test_checkpoint_stays_while_it_is_loaded(
     await visitor.step()
     await visitor.save("other")  # the model's head is another
 
-    def late(work: Any) -> Any:
-        async def deleted_first(self: PolicyTrainer, *given: Any) -> Any:
-            if any(row.path == path for row in await visitor.store.read(sessions.list_checkpoints, "alice")):
-                await visitor.sessions.delete_checkpoint("alice", visitor.model, "weights", "kept")
-            assert digest in service.artifacts.hashes()
-            return await work(self, *given)
+    load = PolicyRun.load
 
-        return deleted_first
+    async def deleted_first(self: PolicyRun, *given: Any) -> Any:
+        """Between looking it up and committing it."""
+        if any(row.path == path for row in await visitor.store.read(sessions.list_checkpoints, "alice")):
+            await visitor.sessions.delete_checkpoint("alice", visitor.model, "weights", "kept")
+        assert digest in service.artifacts.hashes()
+        return await load(self, *given)
 
-    for name in ("init", "renew"):  # one of them comes between looking it up and committing it
-        monkeypatch.setattr(PolicyTrainer, name, late(getattr(PolicyTrainer, name)))
+    monkeypatch.setattr(PolicyRun, "load", deleted_first)
     loaded = await visitor.do(operations.LoadState(path=path, optimizer=optimizer))
     assert isinstance(loaded, operations.StateLoaded), loaded
     await eventually(lambda: not service.controller.context.rooms.collector.pins)

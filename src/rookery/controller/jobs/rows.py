@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rookery import protocol
-from rookery.controller.training.policy_trainer import ForwardRequest
+from rookery.controller.training.policy_run import ForwardRequest
 from rookery.environments.demonstrations import demonstration, preference
 from rookery.spec import values
 from rookery.spec.job import JobSpec

@@ -213,7 +213,7 @@ class JobRunner:
         followers = [other.follows.every for other in spec.policies.values()
                      if other.follows is not None and other.follows.policy == name]  # fmt: skip
         versions = PolicyVersions(
-            context, context.rooms.training, context.rooms.collector, row, spec.checkpoints, reference=reference,
+            context, context.rooms.collector, row, spec.checkpoints, reference=reference,
             followers=followers, keeps_first=bool(followers and spec.evaluation.prompts),
         )  # fmt: skip
         return JobPolicy(name, spec.policies[name], part, chat, versions, start)

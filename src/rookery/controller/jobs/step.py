@@ -24,7 +24,7 @@ from rookery.algorithms.advantages import advantages, has_variance, step_scale, 
 from rookery.algorithms.schedules import rate
 from rookery.bounds import METRICS
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory
-from rookery.controller.training.policy_trainer import ForwardRequest
+from rookery.controller.training.policy_run import ForwardRequest
 from rookery.spec.job import JobSpec
 
 ANCHORED = ("dro",)

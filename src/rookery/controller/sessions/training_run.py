@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any
@@ -32,8 +32,7 @@ from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, Futures, QueueStatus, failure
 from rookery.controller.sessions.samplers import client_seed, sampler_row
 from rookery.controller.training.dispatcher import TrainingFailed
-from rookery.controller.training.policy_run import PolicyRun
-from rookery.controller.training.policy_trainer import ForwardRequest
+from rookery.controller.training.policy_run import CommitVersion, ForwardRequest, PolicyRun
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
 from rookery.controller.weights.checkpoints import find_checkpoint
@@ -60,9 +59,7 @@ class TrainingRun:
         """Operations that will not be executed; their futures get an error in their turn."""
         self._arrived = asyncio.Event()
         self._gap_since: float | None = None
-        self._versions = PolicyVersions(
-            context, context.rooms.training, context.rooms.collector, policy, inflight=row.inflight
-        )
+        self._versions = PolicyVersions(context, context.rooms.collector, policy, inflight=row.inflight)
         self._policy_run = PolicyRun(
             context.rooms.training,
             context.rooms.weights,
@@ -70,12 +67,11 @@ class TrainingRun:
             row.base_model,
             self._versions,
         )
-        self._trainer = self._policy_run.trainer
         self._corrupt = ""
         """Why no operation can build on the head."""
         self._unread = False
         """The head's bytes could not be read yet."""
-        self._holder = SlotHolder(row.id, row.tenant, row.session, row.base_model, self._trainer)
+        self._holder = SlotHolder(row.id, row.tenant, row.session, row.base_model, self._policy_run)
         self._task: asyncio.Task[None] | None = None
         self._present: operations.AnyOperation | None = None
         """The operation that is executed."""
@@ -88,7 +84,7 @@ class TrainingRun:
         """The reason why the present operation waits for a place to be back."""
         self._abandoned = asyncio.Event()
         """Set when the client is given up: no operation waits any more."""
-        self._logged = 0  # bytes of the trainer's log, as the tenant's quota counts them
+        self._logged = 0  # bytes of the policy's log, as the tenant's quota counts them
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -220,8 +216,8 @@ class TrainingRun:
         return ""
 
     def _count_bytes(self, queued: int = 0) -> None:
-        """The queue has so many bytes more; the trainer's log may have changed."""
-        known, self._logged = self._logged, self._trainer.logged_bytes
+        """The queue has so many bytes more; the policy's log may have changed."""
+        known, self._logged = self._logged, self._policy_run.logged_bytes
         self._context.rooms.quotas.count_queued(self.row.tenant, self.row.id, queued + self._logged - known)
 
     @property
@@ -276,7 +272,7 @@ class TrainingRun:
             self._arrived.clear()
             while (item := self._next()) is not None:
                 await self._execute(*item)
-                if self._holder.busy and self._slots.wanted(self.row.base_model) and not self._trainer.begun:
+                if self._holder.busy and self._slots.wanted(self.row.base_model) and not self._policy_run.begun:
                     self._slots.release(self._holder)  # after a step, other runs that wait go first
             if self._holder.busy:
                 self._slots.idle(self._holder)
@@ -391,9 +387,8 @@ class TrainingRun:
     async def _create(self, future: Future, operation: operations.CreateModel) -> None:
         await self._context.chat(self.row.base_model)  # prepares the model if it was not
         seed = operation.seed if operation.seed is not None else client_seed(self.row.id)
-        manifest = await self._trainer.init(seed, None)
-        async with self._storing_first():
-            await self._commit(manifest, future, operations.ModelCreated(model_id=self.row.id))
+        created = operations.ModelCreated(model_id=self.row.id)
+        await self._commit(future, created, lambda write: self._policy_run.create(write, seed, None))
         log.info("training run %s created", self.row.id, extra={"tenant": self.row.tenant})
 
     async def _forward_backward(
@@ -414,15 +409,13 @@ class TrainingRun:
         self._policy_run.check_gradient()
         await self._slots.acquire(self._holder)
         done = await self._policy_run.optim_step(operation.adam, commit=True)
-        assert done.manifest is not None
+        manifest = done.manifest
+        assert manifest is not None
         result = operations.OptimStepResult(metrics={**done.metrics, "durable": 1.0})
         try:
-            await self._commit(done.manifest, future, result)
+            await self._commit(future, result, lambda write: self._policy_run.commit(write, manifest))
         except Exception as error:
-            if storage_outage(error):
-                self._trainer.undo_step()  # it is taken again
-            else:
-                self._trainer.drop_step()  # its result is an error
+            self._policy_run.commit_failed(retried=storage_outage(error))  # else its result is an error
             raise
 
     async def _save_state(self, future: Future, operation: operations.SaveState) -> None:
@@ -459,14 +452,9 @@ class TrainingRun:
         ref = msgspec.structs.replace(adapter_ref(policy, source), policy=self.policy.id, version=0)
         async with context.rooms.collector.pin(ref):  # the checkpoint may expire or be deleted meanwhile
             await find_checkpoint(context, tenant, operation.path)
-            if operation.optimizer:
-                manifest = source.manifest
-                await self._trainer.renew()
-            else:
-                manifest = await self._trainer.init(0, ref)
+            manifest = source.manifest if operation.optimizer else None
             loaded = operations.StateLoaded(path=operation.path, model_id=self.row.id)
-            async with self._storing_first():
-                await self._commit(manifest, future, loaded, replaces=True, uploaded=not operation.optimizer)
+            await self._commit(future, loaded, lambda write: self._policy_run.load(write, ref, manifest))
 
     def _storing_first(self) -> AbstractAsyncContextManager[None]:
         """The model's first version is stored within; a later one takes the room of the one before it. Raises
@@ -484,26 +472,18 @@ class TrainingRun:
         return self._versions.head
 
     async def _commit(
-        self,
-        manifest: protocol.Manifest,
-        future: Future,
-        result: operations.AnyResult,
-        *,
-        replaces: bool = False,
-        uploaded: bool = True,
+        self, future: Future, result: operations.AnyResult, commit: Callable[[CommitVersion], Awaitable[object]]
     ) -> None:
-        """Commit the next version together with the operations in it and the ``result`` of ``future``. ``replaces``,
-        ``uploaded``: see :meth:`PolicyRun.replace`."""
+        """Commit the next version, by ``commit(write)``, together with the operations in it and the ``result`` of
+        ``future``."""
         context, content = self._context, operations.encode(result)
         values: dict[str, Any] = {"model": self.row.id, "done_seq": future.seq, "outcome": (future.id, content)}
 
-        def write(**more: Any) -> Awaitable[VersionRow]:
-            return context.store.write(sessions.commit_model, **values, **more)
+        async def write(**more: Any) -> VersionRow:
+            async with self._storing_first():
+                return await context.store.write(sessions.commit_model, **values, **more)
 
-        if replaces:
-            await self._policy_run.replace(write, manifest, uploaded=uploaded)
-        else:
-            await self._policy_run.commit(write, manifest)
+        await commit(write)
         self._corrupt, self._unread = "", False
         self._count_bytes()
         self._futures.deliver(future, result, len(content))

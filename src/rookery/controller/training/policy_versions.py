@@ -14,12 +14,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
 from rookery import protocol
 from rookery.controller.services import Services
-from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import adapter_ref
 from rookery.errors import ArtifactMissing, Conflict, CorruptArtifact, IncompleteArtifact, NotFound
@@ -37,7 +36,6 @@ class PolicyVersions:
     def __init__(
         self,
         services: Services,
-        training: TrainingDispatcher,
         collector: ArtifactCollector,
         row: PolicyRow,
         checkpoints: CheckpointSpec | None = None,
@@ -50,7 +48,6 @@ class PolicyVersions:
         the one that training compares with, if any: retention keeps both, with ``keeps_first`` also version 0, and what
         the ``followers`` use: each is the number of steps after which one of them takes the newest version."""
         self._services = services
-        self._training = training
         self._collector = collector
         self._checkpoints = checkpoints
         self._inflight = inflight
@@ -226,17 +223,13 @@ class PolicyVersions:
         lease: int,
         manifest: protocol.Manifest,
         step: int,
-        uploaded: bool = True,
     ) -> protocol.AdapterRef:
         """Commit the next version in one transaction, which ``write`` runs with the arguments ``policy``, ``lease``,
-        ``parent``, ``manifest``, ``step`` and ``time`` added; then it is the head. ``uploaded`` is False
-        for an artifact that a version or a checkpoint names already."""
+        ``parent``, ``manifest``, ``step`` and ``time`` added; then it is the head."""
         services, parent = self._services, self.head.version if self.head is not None else None
-        async with self._training.with_ticket(self.row.id, manifest.hash) if uploaded else nullcontext():
-            row = await write(
-                policy=self.row.id, lease=lease, parent=parent, manifest=manifest, step=step,
-                time=services.clock.time(),
-            )  # fmt: skip
+        row = await write(
+            policy=self.row.id, lease=lease, parent=parent, manifest=manifest, step=step, time=services.clock.time()
+        )
         self._versions[row.version] = self.head = row
         now, text = services.clock.time(), f"version {row.version} of {self.row.name}"
         owner = (self.row.tenant, self.row.job or "", self.row.id)

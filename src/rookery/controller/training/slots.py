@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from rookery.clock import Clock
 from rookery.controller.fleet.fleet import Fleet
-from rookery.controller.training.policy_trainer import PolicyTrainer
+from rookery.controller.training.policy_run import PolicyRun
 from rookery.scheduling.queues import FairQueue
 from rookery.scheduling.trainers import SlotUse, slots_to_free
 from rookery.settings import Settings
@@ -27,7 +27,7 @@ class SlotHolder:
     tenant: str
     session: str
     base_model: str
-    trainer: PolicyTrainer
+    run: PolicyRun
     """A gradient that it has begun must be computed again after an offload."""
     busy: bool = False
     since: float = 0.0
@@ -54,7 +54,7 @@ class TrainerSlots:
     async def acquire(self, holder: SlotHolder) -> None:
         """Returns when ``holder`` has a slot; it is busy until :meth:`idle`."""
         holders = self._holders.setdefault(holder.base_model, {})
-        if len(holders) > self._capacity(holder.base_model) and not holder.trainer.begun:
+        if len(holders) > self._capacity(holder.base_model) and not holder.run.begun:
             self.release(holder)
         if holder.name not in holders:
             queue = self._queues.setdefault(holder.base_model, FairQueue(self._weights))
@@ -81,7 +81,7 @@ class TrainerSlots:
         """``holder`` frees its slot."""
         if self._holders.get(holder.base_model, {}).pop(holder.name, None) is not None:
             holder.busy = False
-            holder.trainer.offload()
+            holder.run.offload()
             self._admit(holder.base_model)
 
     def wanted(self, base_model: str) -> bool:
@@ -111,7 +111,7 @@ class TrainerSlots:
         holders, queue = self._holders.setdefault(base_model, {}), self._queues.get(base_model)
         if not queue:
             return
-        uses = [SlotUse(holder.name, holder.busy, holder.trainer.begun, holder.since) for holder in holders.values()]
+        uses = [SlotUse(holder.name, holder.busy, holder.run.begun, holder.since) for holder in holders.values()]
         capacity = self._capacity(base_model)
         for name in slots_to_free(
             uses,
@@ -120,7 +120,7 @@ class TrainerSlots:
             now=self._clock.monotonic(),
             patience=self._patience,
         ):
-            holders.pop(name).trainer.offload()
+            holders.pop(name).run.offload()
         while len(holders) < capacity and (holder := queue.take(lambda holder: True)) is not None:
             queue.counters.charge(holder.tenant, 1.0)
             holders[holder.name] = holder
