@@ -28,7 +28,7 @@ from rookery.worker.engine.vllm.loading import cache_alone, load_vllm
 from rookery.worker.grammars import Grammars
 from rookery.worker.lane_plan import measure_slowdowns
 from rookery.worker.memory import MemoryBudget, MemoryUse, NoRoom
-from rookery.worker.model.base import ResidentModel
+from rookery.worker.model.adapter import ResidentModel
 from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
 from rookery.worker.model.canary import canary_tokens
 from rookery.worker.model.config import SITES, DecoderConfig

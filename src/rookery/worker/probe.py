@@ -27,7 +27,7 @@ from rookery.worker.model.lora import LoraManager
 from rookery.worker.model.transformers_model import TransformersModel
 from rookery.worker.trainer.hf.trainer import TransformersBackbone
 from rookery.worker.trainer.optim import AdapterExport, PolicyState
-from rookery.worker.trainer.packed_lora import PolicyRows
+from rookery.worker.trainer.packed_pass import PolicyRows
 from rookery.worker.trainer.packing import PackedGroup, pack_groups
 
 log = logging.getLogger("rookery.worker")

@@ -34,7 +34,7 @@ from rookery.worker.trainer.loss_head import token_logprobs
 from rookery.worker.trainer.native.attention import VarlenAttention
 from rookery.worker.trainer.native.backbone import ForwardPass
 from rookery.worker.trainer.optim import AdapterExport, PolicyState
-from rookery.worker.trainer.packed_lora import PackedLora, PolicyRows
+from rookery.worker.trainer.packed_pass import PackedLora, PolicyRows
 from rookery.worker.trainer.packing import LossToken, LossTokens, PackedGroup, pack_groups
 
 pytestmark = pytest.mark.heavy

@@ -30,7 +30,7 @@ from rookery.worker.model.varlen_attention import (
 from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes, VarlenAttention
 from rookery.worker.trainer.native.backbone import ForwardPass, layer_numbers, pass_limits
 from rookery.worker.trainer.optim import AdapterExport, PolicyState
-from rookery.worker.trainer.packed_lora import PackedLora, PolicyRows
+from rookery.worker.trainer.packed_pass import PackedLora, PolicyRows
 from rookery.worker.trainer.packing import LossToken, LossTokens, PackedGroup, pack_groups
 
 HEADS, KV_HEADS, SIZE = 6, 2, 16

@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT folders, in float32.
+"""LoRA adapters as PEFT folders, in float32, and the base model that they adapt, as engine and trainer use it.
 
 Promises: what ``write_adapter`` writes, ``peft.PeftModel`` loads to the same function; what ``read_adapter`` accepts
 has exactly the meaning that PEFT gives it, anything else is refused with a reason. :mod:`rookery.spec.peft_folder`
@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -33,6 +34,34 @@ from rookery.spec.peft_folder import (
 )
 
 __all__ = ["MODULES", "PARTS", "Adapter", "Projections", "part_of", "read_adapter", "write_adapter"]
+
+
+class ResidentModel(Protocol):
+    """The base model as engine and trainer use it; only runners and backbones know which class it has."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence."""
+        ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def projections(self) -> Projections: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden], as its runner computes them → logits [n, vocab]."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from rookery.algorithms.losses import LOSSES, PAIRED_LOSSES, kl_penalty
 from rookery.worker.device import finish
 from rookery.worker.trainer.loss_head import TokenLogprobs
 from rookery.worker.trainer.optim import PolicyState
-from rookery.worker.trainer.packed_lora import PolicyRows
-from rookery.worker.trainer.packed_pass import Backbone
+from rookery.worker.trainer.packed_pass import Backbone, PolicyRows
 from rookery.worker.trainer.packing import LossToken, LossTokens, PackedBatch, PackedGroup, pack_groups
 
 ALL_LOSSES = {**LOSSES, **PAIRED_LOSSES}

@@ -54,7 +54,7 @@ from rookery.worker.engine.native.slo_gate import SloGate
 from rookery.worker.engine.request import EngineRequest, SharedPrefix, validate
 from rookery.worker.engine.sampler import SampledTokens, SamplingKey
 from rookery.worker.memory import MemoryUse, TooSmall
-from rookery.worker.model.base import ResidentModel
+from rookery.worker.model.adapter import ResidentModel
 from rookery.worker.model.lora import LoraManager
 
 log = logging.getLogger("rookery.engine")

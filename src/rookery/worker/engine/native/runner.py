@@ -26,8 +26,7 @@ from rookery.worker.engine.native.attention import SegmentAttention, SequenceChu
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
 from rookery.worker.engine.native.kv_cache import KVCache, SegmentStore
 from rookery.worker.engine.sampler import SampledTokens, SamplingKey, sample
-from rookery.worker.model.adapter import read_adapter
-from rookery.worker.model.base import ResidentModel
+from rookery.worker.model.adapter import ResidentModel, read_adapter
 from rookery.worker.model.convert import read_full_version
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager

@@ -20,8 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rookery.worker.model.transformers_model import Attend, AttentionPlan, TransformersModel
 from rookery.worker.trainer.loss_head import TokenLogprobs
-from rookery.worker.trainer.packed_lora import PackedLora, PolicyRows
-from rookery.worker.trainer.packed_pass import PassLimits
+from rookery.worker.trainer.packed_pass import PackedLora, PassLimits, PolicyRows
 from rookery.worker.trainer.packing import AttentionBlock, PackedBatch, SoftTargets
 
 RESIDENT_TOKENS = 2048

@@ -28,8 +28,7 @@ from rookery.worker.model.decoder import AttentionBackend, Decoder, LoraProduct
 from rookery.worker.model.layers import rms_norm, rms_norm_backward
 from rookery.worker.trainer.loss_head import Normalise, TokenLogprobs, soft_logprobs, token_logprobs
 from rookery.worker.trainer.native.attention import AttentionFactory, attention_for
-from rookery.worker.trainer.packed_lora import PackedLora, PolicyRows
-from rookery.worker.trainer.packed_pass import BackwardPass, PassLimits
+from rookery.worker.trainer.packed_pass import BackwardPass, PackedLora, PassLimits, PolicyRows
 from rookery.worker.trainer.packing import PackedBatch, SoftTargets
 
 RECOMPUTE_TOKENS = 2048

@@ -30,7 +30,7 @@ from rookery.worker.model.layers import PackedLinear
 from rookery.worker.trainer.loss_head import Normalise
 from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes
 from rookery.worker.trainer.optim import LoraSite, PolicyState
-from rookery.worker.trainer.packed_lora import PolicyRows, add_gradients
+from rookery.worker.trainer.packed_pass import PolicyRows, add_gradients
 from rookery.worker.trainer.packing import PackedBatch
 
 Groups = list[tuple[KernelAdapter | None, int]]
