@@ -119,10 +119,11 @@ class ServerSettings(Section):
     """Number of recent episodes over which the failure rate is measured."""
     trajectory_keep: int = Field(2000, ge=1)
     """Finished episodes per job whose text stays readable after their group was trained on. Up to twice as many may be
-    present."""
+    present. So many held-out answers of its newest evaluations stay as well, and all those of the first, the newest and
+    the best one of each policy."""
     finished_jobs_keep: int = Field(32, ge=0)
-    """Finished jobs of one tenant whose episodes stay readable. Older ones keep metrics, versions, evaluations and
-    usage, about 8 kB each."""
+    """Finished jobs of one tenant whose episodes and held-out answers stay readable. Older ones keep metrics, versions,
+    the figures of evaluations and usage, about 8 kB each."""
     timeline_bytes: int = Field(32 << 20, ge=0)
     """Bytes of one tenant's stored timelines, of which a busy hour of a job takes some 20 kB. Beyond it the oldest
     hours are deleted; those of jobs whose episodes are deleted go with these."""

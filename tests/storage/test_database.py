@@ -712,6 +712,8 @@ _EMPTY: dict[str, Any] = {
     "last_step": -1,
     "version_of_step": None,
     "last_evaluations": [],
+    "evaluated": set(),
+    "first_evaluation": None,
     "secrets": [],
     "kept_of_policy": [],
     "followed": None,
@@ -1011,6 +1013,50 @@ def test_evaluations_are_read_without_their_answers(database: Database, metric: 
     )
     assert str(brief.results) == str(last.results) == str(figures) and len(whole.results["held_out"]) == 1
     assert replace(whole, results={}) == replace(brief, results={}) == replace(last, results={})
+
+
+@pytest.mark.parametrize(
+    ("means", "keep", "whole"),
+    [
+        ([3.0, 1.0, 2.0, 0.0, 1.0, 0.5], 0, [0, 5]),
+        ([0.0, 1.0, 2.0, 0.0, 1.0, 0.5], 0, [0, 2, 5]),
+        ([0.0, 1.0, 2.0, 0.0, 1.0, 0.5], 9, [0, 2, 4, 5]),
+        ([0.0, 1.0, 2.0, 0.0, 1.0, 0.5], 12, [0, 2, 3, 4, 5]),
+        ([0.0, 1.0, 2.0, 0.0, 1.0, 0.5], 100, [0, 1, 2, 3, 4, 5]),
+        ([1.0], 0, [0]),
+    ],
+)
+def test_answers_of_old_evaluations_are_deleted(
+    database: Database, means: list[float], keep: int, whole: list[int]
+) -> None:
+    submit(database)
+    lease = database.write(jobs.next_lease, "job-main")
+    held_out = [{"prompt": "a" * 1000, "answer": "b"}]
+    for version, mean in enumerate(means):
+        commit(database, lease, version - 1 if version else None, [], version)
+        database.write(
+            version_rows.add_evaluation, policy="job-main", version=version, prompts=4, mean=mean, stderr=0.0,
+            created=float(version), results={"split": "eval", "seed": 1, "loss": mean, "held_out": held_out},
+        )  # fmt: skip
+    assert database.write(version_rows.trim_evaluations, "job", keep) == len(means) - len(whole)
+    assert database.write(version_rows.trim_evaluations, "job", keep) == 0
+
+    def kept() -> list[int]:
+        rows = database.read(version_rows.evaluations, "alice", "job")
+        assert [row.results["loss"] for row in rows] == means and [row.version for row in rows if row.kept] == [
+            row.version for row in rows if "held_out" in row.results
+        ]
+        return [row.version for row in rows if row.kept]
+
+    assert kept() == whole
+    first = database.read(version_rows.first_evaluation, "alice", "job")
+    assert first is not None and first.version == 0 and first.results["held_out"] == held_out
+    assert database.read(version_rows.evaluated, "alice", "job") == {("job-main", n) for n in range(len(means))}
+    database.write(jobs.drop_old_groups, "alice", 0)
+    assert kept() == whole, "the job runs"
+    database.write(jobs.set_job_state, "job", "completed", "", 9.0)
+    database.write(jobs.drop_old_groups, "alice", 0)
+    assert kept() == []
 
 
 def test_the_last_evaluation_is_that_of_the_newest_version(database: Database) -> None:

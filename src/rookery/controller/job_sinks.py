@@ -424,10 +424,10 @@ class _Sending:
     async def _write_evaluations(self, run: SinkRun) -> None:
         """Write the evaluations at the steps of their versions."""
         store, tenant, job = self._services.store, self._row.tenant, self._row.id
-        found = await store.read(versions.evaluations, tenant, job)
-        new = [one for one in found if (one.policy, one.version) not in self._evaluated]
-        if not new:
+        if await store.read(versions.evaluated, tenant, job) <= self._evaluated:
             return
+        found = await store.read(versions.evaluations, tenant, job, answers=False)
+        new = [one for one in found if (one.policy, one.version) not in self._evaluated]
         names = {policy.id: policy.name for policy in await store.read(jobs.policies, tenant, job)}
         steps = dict[tuple[str, int], int]()
         for policy in sorted({one.policy for one in new}):

@@ -492,7 +492,7 @@ def evaluation_view(policies: Mapping[str, str], row: EvaluationRow) -> Evaluati
     """``policies``: names by id."""
     return EvaluationView(
         policy=policies[row.policy], version=row.version, prompts=row.prompts, mean=row.mean, stderr=row.stderr,
-        **{"held_out": [], **row.results},
+        kept=row.kept, **{"held_out": [], **row.results},
     )  # fmt: skip
 
 

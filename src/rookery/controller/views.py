@@ -182,7 +182,8 @@ class BestConstantView(View):
 
 
 class EvaluationView(View):
-    """The evaluation of a version on held-out prompts. ``prompts`` counts the episodes that completed. A job on rows
+    """The evaluation of a version on held-out prompts. ``kept``: whether the prompts and answers, ``held_out``, still
+    exist; those of old evaluations are deleted. ``prompts`` counts the episodes that completed. A job on rows
     has no rewards: ``prompts`` counts its held-out rows, ``loss`` is theirs, ``accuracy`` the share of pairs in which
     the chosen reply is preferred, and ``mean`` is minus the loss, so that it is higher where a version is better."""
 
@@ -193,6 +194,7 @@ class EvaluationView(View):
     stderr: float | None
     split: str
     seed: int
+    kept: bool
     held_out: list[HeldOutView]
     loss: float | None = None
     accuracy: float | None = None

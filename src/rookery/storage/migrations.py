@@ -15,7 +15,21 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from sqlalchemy import BigInteger, Column, Connection, Text, column, func, inspect, select, table, text, update
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Text,
+    column,
+    func,
+    inspect,
+    select,
+    table,
+    text,
+    true,
+    update,
+)
 
 from rookery.storage.models import Base, MetaRow
 
@@ -26,7 +40,7 @@ INITIAL = "0001"
 """The first revision. A database from before it has no revision, and is refused."""
 
 
-def _starts_of_policies_and_sizes_of_versions(op: Operations) -> None:
+def _starts_sizes_and_kept_answers(op: Operations) -> None:
     op.add_column("policies", Column("warm_start", Text))
     op.add_column("versions", Column("size", BigInteger, nullable=False, server_default="0"))
     versions, connection = table("versions", column("hash"), column("manifest"), column("size")), op.get_bind()
@@ -37,6 +51,8 @@ def _starts_of_policies_and_sizes_of_versions(op: Operations) -> None:
     op.create_index("versions_by_step", "versions", ["policy", "step"])
     op.create_index("versions_kept", "versions", ["tenant", "kept", "policy", "version"])
     op.create_index("steps_by_version", "steps", ["job", "version"])
+    op.add_column("evaluations", Column("kept", Boolean, nullable=False, server_default=true()))
+    op.create_index("evaluations_by_job", "evaluations", ["job", "created"])
 
 
 def _groups_without_split(op: Operations) -> None:
@@ -61,7 +77,7 @@ def _groups_without_split(op: Operations) -> None:
 
 
 def _revision_0002(op: Operations) -> None:
-    _starts_of_policies_and_sizes_of_versions(op)
+    _starts_sizes_and_kept_answers(op)
     _groups_without_split(op)
 
 

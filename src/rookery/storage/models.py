@@ -263,6 +263,7 @@ class GroupRow(OwnedRow, kw_only=True):
 
 class EvaluationRow(OwnedRow):
     __tablename__ = "evaluations"
+    __table_args__ = (Index("evaluations_by_job", "job", "created"),)
 
     policy: Mapped[OfPolicy]
     version: Mapped[Number]
@@ -272,6 +273,8 @@ class EvaluationRow(OwnedRow):
     stderr: Mapped[float]
     results: Mapped[dict[str, Any]]
     created: Mapped[float]
+    kept: Mapped[bool] = mapped_column(default=True)
+    """False: its prompts and answers are deleted, its figures are there."""
 
 
 class UploadRow(Base):

@@ -694,6 +694,22 @@ async def test_evaluations_use_the_same_prompts(service: Service) -> None:
     assert [version.evaluation is not None for version in versions] == [True, False, True, False, True, True]
 
 
+async def test_old_evaluations_keep_their_figures_and_new_ones_their_prompts(tmp_path: Path) -> None:
+    service = Service(tmp_path, trajectory_keep=1)
+    await service.start()
+    _, host = await service.join()
+    job = await run(service, stop__steps=4, evaluation={"every": 1, "prompts": 2})
+    await service.ends(job)
+    found = await service.controller.queries.evaluations("alice", job)
+    assert [one.version for one in found] == [0, 1, 2, 3, 4] and all(one.prompts == 2 for one in found)
+    assert not all(one.kept for one in found) and [bool(one.held_out) for one in found] == [one.kept for one in found]
+    assert found[0].kept and found[-1].kept
+    assert [one.prompt for one in found[0].held_out] == [one.prompt for one in found[-1].held_out]
+    assert len([message for message in host.asked if message.split == "eval" and message.count == 2]) == 1
+    await service.close()
+    service.database.close()
+
+
 async def test_the_first_evaluation_survives_a_restart(service: Service) -> None:
     worker = await service.worker(chunk=1).join()
 

@@ -24,7 +24,7 @@ from rookery.errors import short
 from rookery.protocol import BestConstant
 from rookery.spec import values
 from rookery.spec.job import AGENT
-from rookery.storage.repositories.versions import add_evaluation, evaluations
+from rookery.storage.repositories.versions import add_evaluation, first_evaluation, trim_evaluations
 
 ATTEMPT_LETTERS = 8
 """Letters of an attempt in the name of a held-out episode that a program opens."""
@@ -89,6 +89,7 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
             },
             created=job.controller.clock.time(),
         )
+        await store.write(trim_evaluations, job.row.id, job.controller.settings.server.trajectory_keep)
         policy.versions.evaluated(version, mean)
         text = f"{whose}version {version}: mean reward {mean:.3f} ± {stderr:.3f} on {answered} prompts"
         if constant is not None:
@@ -104,10 +105,10 @@ async def held_out_prompts(job: JobContext) -> tuple[list[bytes], BestConstant |
     """The same prompts at every call: those of the job's first evaluation, if there was one; and the fixed reply that
     earns most on them."""
     evaluation = job.spec.evaluation
-    earlier = await job.controller.store.read(evaluations, job.row.tenant, job.row.id)
-    if earlier:
-        known, first = earlier[0].results.get("constant"), earlier[0].results["held_out"]
-        return [values.encode(result["prompt"]) for result in first], msgspec.convert(known, BestConstant | None)
+    first = await job.controller.store.read(first_evaluation, job.row.tenant, job.row.id)
+    if first is not None:
+        constant = msgspec.convert(first.results.get("constant"), BestConstant | None)
+        return [values.encode(result["prompt"]) for result in first.results["held_out"]], constant
     hosts, count = job.controller.rooms.hosts, evaluation.prompts
     answer = await hosts.split(job.environment, "eval", 0, count, seed=evaluation.seed, shuffle=False)
     if answer.note:

@@ -138,10 +138,10 @@ class TrainingJob:
             for line in await loop.versions.verify_followed():
                 await self.progress.add_event("corrupt", line)
         rewards = await self.progress.recover()
-        evaluations = await store.read(version_rows.evaluations, job.tenant, job.id)
+        evaluated = await store.read(version_rows.evaluated, job.tenant, job.id)
         for loop in self.loops:
             row = loop.versions.row
-            loop.recover({one.version for one in evaluations if one.policy == row.id}, rewards.get(row.name))
+            loop.recover({version for policy, version in evaluated if policy == row.id}, rewards.get(row.name))
         self.recovered = True
         await self.groups.restore()
 

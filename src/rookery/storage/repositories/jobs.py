@@ -30,6 +30,7 @@ from sqlalchemy import (
     exists,
     func,
     insert,
+    or_,
     select,
     update,
 )
@@ -54,7 +55,7 @@ from rookery.storage.models import (
     UsageRow,
     VersionRow,
 )
-from rookery.storage.repositories.versions import DROPPED, is_live, use_shared
+from rookery.storage.repositories.versions import DROPPED, empty_evaluations, is_live, use_shared
 
 _POLICIES = (
     select(PolicyRow)
@@ -467,14 +468,16 @@ def trim_episodes(connection: Connection, job: str, keep: int) -> int:
 
 
 def drop_old_groups(connection: Connection, tenant: str, keep: int) -> None:
-    """Delete the groups, episodes and timelines of finished jobs of the tenant, but for the ``keep`` that finished
-    last; of the newest :data:`JOBS_AT_ONCE` others, so that a backlog holds up nobody."""
-    full = exists().where(GroupRow.job == JobRow.id)
+    """Delete the groups, episodes, timelines and held-out answers of finished jobs of the tenant, but for the ``keep``
+    that finished last; of the newest :data:`JOBS_AT_ONCE` others, so that a backlog holds up nobody."""
+    answered = exists().where(EvaluationRow.job == JobRow.id, EvaluationRow.kept.is_(True))
+    full = or_(exists().where(GroupRow.job == JobRow.id), answered)
     ended = select(JobRow.id).where(JobRow.tenant == tenant, JobRow.finished.is_not(None), full)
     old = connection.execute(ended.order_by(JobRow.finished.desc(), JobRow.id).offset(keep).limit(JOBS_AT_ONCE))
     jobs = old.scalars().all()
     for kind in (EpisodeRow, GroupRow):
         connection.execute(delete(kind).where(kind.job.in_(jobs)))
+    empty_evaluations(connection, EvaluationRow.job.in_(jobs))
     connection.execute(delete(SpanRow).where(SpanRow.tenant == tenant, SpanRow.job.in_(jobs)))
 
 

@@ -15,7 +15,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Select, bindparam, delete, func, select, type_coerce, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Select,
+    bindparam,
+    delete,
+    func,
+    select,
+    tuple_,
+    type_coerce,
+    update,
+)
 from sqlalchemy.orm import aliased
 
 from rookery.errors import Conflict, LeaseLost
@@ -305,11 +316,11 @@ def add_evaluation(
 
 
 _EVALUATIONS = EvaluationRow.__table__
-_FIGURES = select(
-    *(column for column in _EVALUATIONS.c if column.name != "results"),
-    type_coerce(_EVALUATIONS.c.results, JsonPart(("split", "seed", "loss", "accuracy", "constant"))).label("results"),
-)
-"""Evaluations without the prompts and answers, of which there may be megabytes in each."""
+_BRIEF = JsonPart(("split", "seed", "loss", "accuracy", "constant"))
+_RESULTS = type_coerce(_EVALUATIONS.c.results, _BRIEF).label("results")
+"""The results without the prompts and answers, of which there may be megabytes in each evaluation."""
+
+_FIGURES = select(*(column for column in _EVALUATIONS.c if column.name != "results"), _RESULTS)
 
 
 def evaluations(
@@ -328,6 +339,46 @@ def held_out_losses(
     query = _FIGURES.where(EvaluationRow.tenant == tenant, EvaluationRow.policy == policy)
     found = fetch_all(connection, EvaluationRow, query.where(EvaluationRow.version.in_(versions)))
     return {row.version: row.results.get("loss") for row in found}
+
+
+def evaluated(connection: Connection, tenant: str, job: str) -> set[tuple[str, int]]:
+    """The policy and the version of each of :func:`evaluations`."""
+    query = select(EvaluationRow.policy, EvaluationRow.version).filter_by(tenant=tenant, job=job)
+    return {(policy, version) for policy, version in connection.execute(query)}
+
+
+def first_evaluation(connection: Connection, tenant: str, job: str) -> EvaluationRow | None:
+    """The first evaluation whose prompts are kept: all have the same. None for a job without one."""
+    query = select(EvaluationRow).filter_by(tenant=tenant, job=job, kept=True)
+    order = (EvaluationRow.created, EvaluationRow.policy, EvaluationRow.version)
+    return fetch_one(connection, EvaluationRow, query.order_by(*order).limit(1))
+
+
+def trim_evaluations(connection: Connection, job: str, keep: int) -> int:
+    """Delete the prompts and answers of all but the job's newest evaluations, of ``keep`` prompts together, and the
+    first, the newest and the best one of each policy. Returns the number of those that were emptied."""
+    key = (EvaluationRow.policy, EvaluationRow.version)
+    query = select(*key, EvaluationRow.prompts, EvaluationRow.mean).filter_by(job=job, kept=True)
+    found = connection.execute(query.order_by(EvaluationRow.created.desc(), *key)).all()
+    newest = {row.policy: row for row in reversed(found)}
+    first = {row.policy: row for row in found}
+    best = {policy: max((row for row in found if row.policy == policy), key=lambda row: row.mean) for policy in first}
+    needed, old = [*newest.values(), *first.values(), *best.values()], []
+    for row in found:
+        keep -= row.prompts
+        if keep < 0 and row not in needed:
+            old.append((row.policy, row.version))
+    return empty_evaluations(connection, tuple_(*key).in_(old)) if old else 0
+
+
+def empty_evaluations(connection: Connection, which: ColumnElement[bool]) -> int:
+    """Delete the prompts and answers of these evaluations; returns their number."""
+    key = (EvaluationRow.policy, EvaluationRow.version)
+    found = connection.execute(select(*key, _RESULTS).where(which, EvaluationRow.kept.is_(True))).all()
+    for policy, version, results in found:
+        values = {"results": results, "kept": False}
+        connection.execute(update(EvaluationRow).filter_by(policy=policy, version=version).values(values))
+    return len(found)
 
 
 def last_evaluations(connection: Connection, tenant: str, job: str, after: int = -1) -> list[EvaluationRow]:
