@@ -74,6 +74,9 @@ class ServerSettings(Section):
     upload_bytes: int = Field(256 << 20, ge=1 << 10)
     """Largest body of an uploaded dataset or adapter, which is written to the disk as it arrives. Other bodies have the
     lower limits `json_bytes` and `training_bytes`."""
+    reserved_disk_bytes: int = Field(1 << 30, ge=0)
+    """Free bytes of the artifacts' disk that uploads leave for the commits of jobs, at most a twentieth of the disk:
+    below that uploads get status 507."""
     local_tokenizers: bool = True
     """Tinker clients whose connections come from this machine get the folder of a model's tokenizer, which needs no
     internet. Set it to false where clients come through a tunnel (`kubectl port-forward`, `ssh -L`) or a proxy without
@@ -199,7 +202,10 @@ class LimitSettings(Section):
     """Adapters that one tenant stores: kept versions, checkpoints, uploads. At the limit new jobs, training runs,
     checkpoints and uploads are refused."""
     tenant_bytes: int = Field(100 << 30, ge=1 << 20)
-    """Bytes of the adapters and datasets that one tenant stores; at the limit as above."""
+    """Bytes of the adapters and datasets that one tenant stores, with those of uploads under way; at the limit as
+    above, and an upload that comes to it is refused."""
+    tenant_uploads: int = Field(16, ge=1)
+    """Uploads of one tenant under way at once; further ones get status 429."""
     tenant_metadata_bytes: int = Field(64 << 20, ge=1 << 10)
     """Bytes of one tenant's rows in the database that a client describes itself: jobs, and the sessions, training runs,
     samplers and checkpoints of the Tinker API with their metadata. A row counts as 512 bytes and its texts. At the

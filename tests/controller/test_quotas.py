@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +354,56 @@ async def test_operation_beyond_a_lasting_limit_takes_its_turn(service: Service)
     for number, (_, error, _) in enumerate(sent, 1):
         found = await alice.outcome(f"{alice.model}/{number}")
         assert isinstance(found, operations.OperationFailed) and re.search(error, found.error), found
+
+
+@pytest.mark.parametrize("settings", [{"tenant_uploads": 2}])
+async def test_uploads_under_way_count_as_they_arrive(service: Service) -> None:
+    await service.controller.limit_tenant("alice", {"bytes": 100})
+    opened, arrived = asyncio.Event(), asyncio.Event()
+    numbers = itertools.count(1)
+
+    async def pieces(*sizes: int, wait: bool = False) -> AsyncIterator[bytes]:
+        for size in sizes:
+            yield bytes([next(numbers)]) * size
+        arrived.set()
+        if wait:
+            await opened.wait()
+
+    def upload(*sizes: int, wait: bool = False, tenant: str = "alice", rows: int = 1) -> Coroutine[Any, Any, Any]:
+        return service.controller.add_dataset(tenant, pieces(*sizes, wait=wait), lambda path: 1 // rows)
+
+    def refusal(given: pytest.ExceptionInfo[TooManyRequests]) -> tuple[str, bool]:
+        return str(given.value).partition(", allowed")[0], given.value.lasting
+
+    first = asyncio.ensure_future(upload(20, 40, wait=True))
+    await arrived.wait()
+    with pytest.raises(TooManyRequests) as beside:
+        await upload(30, 11)
+    assert refusal(beside) == ("you store 0 bytes of adapters and datasets, 90 more arrive", False)
+    with pytest.raises(TooManyRequests) as alone:
+        await upload(101)
+    assert refusal(alone) == ("you store 0 bytes of adapters and datasets, 60 more arrive", True)
+    with pytest.raises(ZeroDivisionError):
+        await upload(30, rows=0)
+    await upload(1000, tenant="bob")
+    arrived.clear()
+    second = asyncio.ensure_future(upload(10, wait=True))
+    await arrived.wait()
+    with pytest.raises(TooManyRequests, match="2 uploads of yours are under way, allowed: at most 2"):
+        await upload(1)
+    opened.set()
+    await asyncio.gather(first, second)
+    assert service.database.read(tenants.stored, "alice") == (0, 70)
+    with pytest.raises(TooManyRequests) as full:
+        await upload(31)
+    assert refusal(full) == ("you store 70 bytes of adapters and datasets, 0 more arrive", True)
+    digest, _ = await upload(30)
+    with pytest.raises(TooManyRequests, match="you store 100 bytes of adapters and datasets, allowed: 100"):
+        await upload(1)
+    await service.controller.delete_upload("alice", digest)
+    await upload(30)
+    assert refused(service) == {"bytes": 4, "uploads": 1}
+    assert not list((service.folder / "artifacts" / ".staging").iterdir())
 
 
 @pytest.mark.parametrize("settings", [{"tenant_metadata_bytes": 3000}])

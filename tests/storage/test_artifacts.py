@@ -316,6 +316,7 @@ database = Database(f"sqlite:///{root}/rookery.db")
 database.create()
 database.write(tenants.create_tenant, "t", "T", 0.0)
 kept = []
+artifacts.check_reserve(1 << 60)
 try:
     for n in range(100):
         with artifacts.begin() as staging:
@@ -324,6 +325,13 @@ try:
 except StorageFull as error:
     print(error)
 assert 0 < len(kept) < 100
+artifacts.check_reserve(0)
+try:
+    artifacts.check_reserve(1 << 60)
+except StorageFull as error:
+    assert "bytes free" in str(error)
+else:
+    raise AssertionError("an upload may take the last of the disk")
 assert artifacts.hashes() == set(kept) and not list((root / "artifacts/.staging").iterdir())
 for hash in kept:
     artifacts.verify(hash)

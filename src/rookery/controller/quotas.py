@@ -20,7 +20,7 @@ import json
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from itertools import islice
@@ -41,7 +41,7 @@ from rookery.storage.store import Store
 
 LIMITS = (
     "jobs", "waiting_jobs", "requests", "request_tokens", "queued_bytes", "adapters", "bytes", "tokens_per_day",
-    "models", "hosts", "requests_per_second", "metadata_bytes",
+    "models", "hosts", "requests_per_second", "metadata_bytes", "uploads",
     "service_share",
 )  # fmt: skip
 """Limits of a tenant, by the name of the setting after ``tenant_``."""
@@ -60,6 +60,7 @@ BURST_SECONDS = 5.0
 RETRY_SECONDS = {
     "requests": 2.0, "request_tokens": 2.0, "queued_bytes": 2.0, "models": 30.0, "waiting_jobs": 60.0,
     "adapters": math.inf, "bytes": math.inf, "hosts": 30.0, "metadata_bytes": math.inf, "service_share": 1.0,
+    "uploads": 2.0,
 }  # fmt: skip
 """When to try again: requests end within seconds, a base model is free when all work on it ends, and stored things
 stay until somebody deletes them."""
@@ -127,6 +128,12 @@ class Quotas:
         """By tenant: the bytes of its rows, and when they were read."""
         self._reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By tenant: of the read of those bytes."""
+        self._arriving: Counter[str] = Counter()
+        """By tenant: bytes of uploads under way that are written, or are about to be."""
+        self._uploaded: Counter[str] = Counter()
+        """By tenant: bytes of uploads that have ended and are stored."""
+        self._stored: dict[str, int] = {}
+        """By tenant: the bytes that it stored when they were last read, without those of ``_uploaded`` until then."""
         share, refuse = partial(self.limit, name="service_share"), partial(self._refuse, "service_share")
         self.service_time = ServiceTime(clock, share, refuse, working)
         self.host_time = self.service_time.apart(longest_pause=LONGEST_PAUSE)
@@ -149,7 +156,9 @@ class Quotas:
 
     def forget(self, tenant: str) -> None:
         """The tenant is deleted."""
-        known: tuple[dict[str, Any], ...] = (self._metadata, self._allowance, self.overrides, self.weights)
+        known: tuple[dict[str, Any], ...] = (
+            self._metadata, self._allowance, self.overrides, self.weights, self._stored, self._uploaded,
+        )  # fmt: skip
         for of_tenant in known:
             of_tenant.pop(tenant, None)
 
@@ -331,10 +340,14 @@ class Quotas:
             yield
 
     async def _check_stored(self, tenant: str, reserved: Callable[[], Counter[str]]) -> None:
-        """``reserved()``: adapters and bytes that are about to be stored."""
+        """``reserved()``: adapters and bytes that are about to be stored. Uploads under way count with the bytes that
+        have arrived."""
+        uploaded = self._uploaded[tenant]  # until the read: it may miss later ones
         adapters, size = await self._store.read(tenants.stored, tenant)
+        self._stored[tenant] = size - uploaded
+        arriving = Counter(bytes=self._arriving[tenant])
         for name, stored in (("adapters", adapters), ("bytes", size)):
-            most, soon = self.limit(tenant, name), reserved()[name]
+            most, soon = self.limit(tenant, name), reserved()[name] + arriving[name]
             if stored + soon >= most:
                 what = "adapters" if name == "adapters" else "bytes of adapters and datasets"
                 if stored < most:
@@ -343,6 +356,36 @@ class Quotas:
                 raise self._refuse(
                     name, f"you store {stored} {what}, allowed: {most:.0f}; delete some, or ask the administrator"
                 )
+
+    @contextmanager
+    def uploading(self, tenant: str) -> Iterator[Callable[[int], None]]:
+        """An upload of the tenant, after :meth:`check_stored`, is under way within; it is stored at the end unless an
+        exception ends it. Its function counts a piece of so many bytes that is about to be written. Both raise
+        :class:`TooManyRequests`, the function where everything that the tenant stores, and its uploads under way, would
+        exceed the limit."""
+        self._check("uploads", tenant, 1, "uploads of yours are under way")
+        size = 0
+
+        def count(piece: int) -> None:
+            nonlocal size
+            most, stored = self.limit(tenant, "bytes"), self._stored.get(tenant, 0) + self._uploaded[tenant]
+            soon = self._arriving[tenant] + self.in_use(tenant)["bytes"]
+            if stored + soon + piece > most:
+                raise self._refuse(
+                    "bytes",
+                    f"you store {stored} bytes of adapters and datasets, {soon} more arrive, allowed: {most:.0f};"
+                    " delete some, or ask the administrator",
+                    None if stored + size + piece > most else STORING_RETRY_SECONDS,
+                )
+            size += piece
+            self._arriving[tenant] += piece
+
+        with self._using(tenant, uploads=1):
+            try:
+                yield count
+                self._uploaded[tenant] += size
+            finally:
+                self._arriving[tenant] -= size
 
     @asynccontextmanager
     async def describing(self, tenant: str, text: Any = "") -> AsyncIterator[None]:
@@ -403,6 +446,13 @@ class Quotas:
         if reason := self.used_up(tenant):
             seconds = DAY - self._clock.time() % DAY
             raise self._refuse("tokens_per_day", reason.partition(";")[0], seconds)
+
+
+async def counted(chunks: AsyncIterable[bytes], count: Callable[[int], None]) -> AsyncIterator[bytes]:
+    """The pieces of an upload, each once ``count`` has its size."""
+    async for chunk in chunks:
+        count(len(chunk))
+        yield chunk
 
 
 # --- budgets of a job -------------------------------------------------------------------------------------------------

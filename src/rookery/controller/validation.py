@@ -19,7 +19,7 @@ from rookery.controller.episode_views import PromptView
 from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentHosts, EnvironmentRef
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.job_sinks import missing_secrets, sink_problems
-from rookery.controller.quotas import ROWS, Quotas, as_jsonl, job_problems, row_problems
+from rookery.controller.quotas import ROWS, Quotas, as_jsonl, counted, job_problems, row_problems
 from rookery.controller.services import Services
 from rookery.controller.spec_warnings import judge_problems, spec_warnings, split_problems, split_warnings
 from rookery.controller.views import NUMBER, BestConstantView
@@ -512,7 +512,7 @@ class JobValidator:
         """Store a dataset that arrives in pieces, never held whole, as the file ``name``; returns its hash and the
         number of its rows, which ``count(path)`` checks. Raises what ``count`` raises; then nothing of it stays."""
         await self._quotas.check_stored(tenant)
-        async with self._received(DATASET, chunks) as staging:
+        async with self._uploaded(tenant, DATASET, chunks) as staging:
             rows = await self._checked(tenant, count, staging.path(DATASET))
             return await self._keep(tenant, "dataset", staging, name), rows
 
@@ -534,7 +534,7 @@ class JobValidator:
         """Store the files of an archive that arrives in pieces, never held whole; returns their hash. Raises what
         ``unpack(path)`` raises; then nothing of it stays."""
         await self._quotas.check_stored(tenant)
-        async with self._received(ARCHIVE, chunks) as received, self._staging() as staging:
+        async with self._uploaded(tenant, ARCHIVE, chunks) as received, self._staging() as staging:
 
             def write() -> None:
                 with unpack(received.path(ARCHIVE)) as files:
@@ -545,11 +545,20 @@ class JobValidator:
             return await self._keep(tenant, "adapter", staging)
 
     @asynccontextmanager
-    async def _received(self, name: str, chunks: AsyncIterable[bytes]) -> AsyncIterator[Staging]:
+    async def _uploaded(self, tenant: str, name: str, chunks: AsyncIterable[bytes]) -> AsyncIterator[Staging]:
+        """As :meth:`_received`. Raises :class:`TooManyRequests` where a piece is more than the tenant may store,
+        :class:`StorageFull` where the rest of the disk is reserved for commits."""
+        reserve = self._services.settings.server.reserved_disk_bytes
+        with self._quotas.uploading(tenant) as count:
+            async with self._received(name, counted(chunks, count), reserve) as staging:
+                yield staging
+
+    @asynccontextmanager
+    async def _received(self, name: str, chunks: AsyncIterable[bytes], reserve: int = 0) -> AsyncIterator[Staging]:
         """The file ``name`` with the content of ``chunks``, written as they arrive; without a commit it is removed."""
         in_thread = self._services.threads
         async with self._staging() as staging:
-            writer = await in_thread(staging.begin, name)
+            writer = await in_thread(staging.begin, name, reserve)
             try:
                 async for chunk in chunks:
                     await in_thread(writer.write, chunk)

@@ -28,6 +28,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -71,6 +72,12 @@ READ_BYTES = 1 << 20
 PROBE_BYTES = 1 << 20
 """Written to see whether the place takes writes again: about an adapter of a small model. One that finds no room after
 that is tried again later."""
+
+RESERVED_SHARE = 0.05
+"""Largest part of a disk that uploads leave free for commits."""
+
+RESERVE_CHECKED = 8 << 20
+"""Bytes of a file after which the free room of the disk is read again."""
 
 HOLDER_BYTES = 4096
 """Of the file ``holder``, which is written in its place: a disk that is full takes that."""
@@ -208,6 +215,20 @@ class Artifacts:
             file.write(bytes(PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
+
+    def check_reserve(self, reserve: int) -> None:
+        """Raises :class:`StorageFull` where the disk to which artifacts are written has less than ``reserve`` bytes
+        free, and less than :data:`RESERVED_SHARE` of its own, :class:`Unavailable`."""
+        if not reserve:
+            return
+        with understood(self._check_staging):
+            disk = shutil.disk_usage(self._staging)
+        least = min(reserve, int(disk.total * RESERVED_SHARE))
+        if disk.free < least:
+            raise StorageFull(
+                f"{DISK} has {disk.free} bytes free, of which the service keeps {least} for its commits; free some"
+                " space, nothing was half-written"
+            )
 
     def _mark(self) -> str | None:
         try:
@@ -420,13 +441,16 @@ class Staging:
         self.full: StorageFull | Unavailable | None = None
         """The error of a write that found the disk full, or no free file descriptor."""
 
-    def begin(self, name: str) -> ShardWriter:
-        """A file to be written piece by piece. Raises :class:`UserError` for an invalid name."""
+    def begin(self, name: str, reserve: int = 0) -> ShardWriter:
+        """A file to be written piece by piece, which leaves a ``reserve`` of the disk
+        (:meth:`Artifacts.check_reserve`). Raises :class:`UserError` for an invalid name."""
         if not _NAME.fullmatch(name) or name.lower() == MANIFEST:
             raise UserError(f"shard {name[:200]!r}: a name is letters, digits, dot, dash, underscore, not {MANIFEST}")
         others = sum(shard.size for shard in self._shards.values() if shard.name != name)
         with self._artifacts.writing():
-            return ShardWriter(self._folder, name, self._max_bytes - others, self._shards, self._artifacts.writing)
+            check = partial(self._artifacts.check_reserve, reserve)
+            room = self._max_bytes - others
+            return ShardWriter(self._folder, name, room, self._shards, self._artifacts.writing, check)
 
     def write(self, name: str, chunks: Iterable[bytes]) -> Shard:
         """Writes one file, durable when this returns; a file of the same name is replaced (an upload tried again).
@@ -479,7 +503,18 @@ class Staging:
 class ShardWriter:
     """One file of a staging, open for writing. As a context manager it removes an unfinished one."""
 
-    def __init__(self, folder: Path, name: str, room: int, shards: dict[str, Shard], writing: Writing) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        room: int,
+        shards: dict[str, Shard],
+        writing: Writing,
+        check_reserve: Callable[[], None],
+    ) -> None:
+        self._check_reserve = check_reserve
+        self._unchecked = RESERVE_CHECKED
+        """Bytes that were written since the free room of the disk was read."""
         self._target = folder / name
         self._room = room
         self._writing = writing
@@ -493,6 +528,10 @@ class ShardWriter:
     def write(self, chunk: bytes) -> None:
         """Raises :class:`UserError` if the artifact grows too large, :class:`StorageFull`."""
         self._size += len(chunk)
+        self._unchecked += len(chunk)
+        if self._unchecked >= RESERVE_CHECKED:
+            self._check_reserve()
+            self._unchecked = 0
         if self._size > self._room:
             raise UserError(f"shard {self._target.name}: the artifact would exceed its limit of bytes")
         self._digest.update(chunk)
