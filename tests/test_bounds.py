@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from rookery import protocol
-from rookery.bounds import METADATA, JsonSize, is_small
+from rookery.bounds import METADATA, METRIC_LETTERS, METRICS, JsonSize, is_small, metrics_problem
 from rookery.environments.builtins import BUILTINS
 from rookery.protocol.envhost import FromHost
 from rookery.protocol.worker import FromWorker
@@ -220,3 +220,21 @@ def test_job_texts_are_bounded() -> None:
         with pytest.raises(ValidationError) as refused:
             JobSpec.model_validate({**base, **wrong})
         assert len(str(refused.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("count", "letters", "problem"),
+    [
+        (0, 1, ""),
+        (METRICS, METRIC_LETTERS // METRICS, ""),
+        (METRICS + 1, 3, f"gave {METRICS + 1} different metrics"),
+        (
+            METRICS,
+            METRIC_LETTERS // METRICS + 1,
+            f"gave metrics whose names have {METRIC_LETTERS + METRICS} characters",
+        ),
+    ],
+)
+def test_names_of_an_episode_s_metrics_are_bounded_together(count: int, letters: int, problem: str) -> None:
+    found = metrics_problem(f"{number:0{letters}}" for number in range(count))
+    assert found.partition(" together")[0].partition(", allowed")[0] == problem

@@ -8,6 +8,7 @@ limited first, by :mod:`rookery.settings`; these bounds say how a request may sp
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -29,7 +30,10 @@ STOP_TEXTS, STOP_TEXT = 16, 1000
 """Texts that end a reply, and the characters of each: they travel with every request of a job."""
 
 MESSAGES, METRICS = 256, 100
-"""Messages and metrics in one answer of an environment; also the metrics of all episodes of a step."""
+"""Messages and metrics in one answer of an environment; also the metrics of an episode, and of all of a step."""
+
+METRIC_LETTERS = METRICS * NAME // 2
+"""Characters of the names of an episode's metrics together, and of those of a step: they are stored with each."""
 
 MAX_FRAME = 64 << 20
 """Size limit of one frame of the protocol in bytes; an end closes a connection that brings a larger one. The largest
@@ -91,6 +95,17 @@ class JsonSize:
 
 SmallJson = Annotated[Any, JsonSize(SETTINGS)]
 Metadata = Annotated[dict[str, Any], JsonSize(METADATA)]
+
+
+def metrics_problem(names: Iterable[str]) -> str:
+    """Why an episode cannot have metrics of these names, to follow the name of their giver; empty where it can."""
+    given = [*names]
+    if len(given) > METRICS:
+        return f"gave {len(given)} different metrics, allowed: {METRICS}"
+    letters = sum(map(len, given))
+    if letters > METRIC_LETTERS:
+        return f"gave metrics whose names have {letters} characters together, allowed: {METRIC_LETTERS}"
+    return ""
 
 
 def check_parts(messages: Any, *fields: str) -> Any:

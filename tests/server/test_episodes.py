@@ -166,6 +166,7 @@ def test_texts_that_are_not_kept_leave_rewards(tmp_path_factory: pytest.TempPath
         assert gone and all(one.reward is not None for one in gone)
         one = made.episode(gone[-1].episode)
         assert one.messages is None and one.trajectories == [] and one.metrics
+        assert one.prompt is None and rows[0].prompt is not None
         with pytest.raises(NotFound):
             made.episode("none")
 

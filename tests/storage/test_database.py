@@ -416,6 +416,8 @@ def test_recent_episodes_and_their_trimming(database: Database) -> None:
     assert database.write(jobs.trim_episodes, "job", 2) == 2
     assert database.write(jobs.trim_episodes, "job", 2) == 0
     assert texts() == [b"t3", b"t2"]
+    shown, _ = database.read(episodes.groups_page, "alice", "job")
+    assert [bool(group.prompt) for group in shown] == [True, True, False, False], "newest first"
     (last,) = database.read(jobs.ready_groups, "job")
     assert last.episodes[0].turns == b"turns"
 

@@ -6,11 +6,13 @@ null.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from rookery.controller.views import BestConstantView
+
+Prompt = Annotated[Any, Field(description="Null where it is not kept any more")]
 
 
 class RowView(BaseModel):
@@ -66,7 +68,7 @@ class GroupView(RowView):
     min_version: int | None = Field(description="The oldest version among its tokens")
     created: float
     finished: float | None
-    prompt: Any
+    prompt: Prompt
     zero_variance: bool = Field(description="All rewards are equal: it carries no gradient")
     members: list[MemberView]
 
@@ -83,7 +85,7 @@ class EpisodeLine(MemberView):
     group: str
     ordinal: int = Field(description="The group's number in the job")
     consumed_by: int | None
-    prompt: Any
+    prompt: Prompt
 
 
 class EpisodePage(RowView):
@@ -137,7 +139,7 @@ class EpisodeReading(MemberView):
     group_state: str
     consumed_by: int | None
     seed: int
-    prompt: Any
+    prompt: Prompt
     members: list[MemberView] = Field(description="All episodes of its group")
     messages: list[MessageView] | None
     turns: list[TurnView]
@@ -153,7 +155,7 @@ class EpisodeView(RowView):
     ordinal: int = Field(description="The group's number in the job")
     group_state: str
     consumed_by: int | None = Field(description="The version that trained on it")
-    prompt: Any
+    prompt: Prompt
     state: str
     version: int | None
     reward: float | None

@@ -155,7 +155,10 @@ def algorithm(spec: Any) -> str:
 
 
 def shown_prompt(stored: bytes) -> Any:
-    """A prompt as results show it: as text, if an earlier release stored one that no response can hold."""
+    """A prompt as results show it: as text, if an earlier release stored one that no response can hold. None where it
+    is not kept any more."""
+    if not stored:
+        return None
     try:
         return values.decode(stored)
     except ValueError:

@@ -245,7 +245,7 @@ class GroupRow(OwnedRow, kw_only=True):
     ordinal: Mapped[int]
     """By the job's cursor."""
     prompt: Mapped[bytes]
-    """JSON."""
+    """JSON; empty where it is not kept any more."""
     seed: Mapped[int]
     state: Mapped[GroupState] = mapped_column(SafeText, default="open")
     consumed_by: Mapped[int | None] = mapped_column(default=None)

@@ -18,7 +18,7 @@ from tests.support.peers import job_of
 
 from rookery import protocol
 from rookery.algorithms.advantages import ADVANTAGES
-from rookery.bounds import METRICS
+from rookery.bounds import METRIC_LETTERS, METRICS
 from rookery.controller.jobs.step import (
     CompleteGroup,
     StepAccumulator,
@@ -278,3 +278,5 @@ def test_names_of_metrics_are_bounded_and_the_commonest_are_kept() -> None:
     means = metric_means(metrics)
     assert time.thread_time() - began < 1, "the time grows with names + episodes, not with their product"
     assert len(means) == METRICS and means["common"] == (1.0, 512)
+    long = [{f"{number:03}{'x' * 196}": 1.0 for number in range(first, 100)} for first in (0, 1)]
+    assert [*metric_means(long)] == [name for name, _ in zip(long[1], range(METRIC_LETTERS // 199), strict=False)]

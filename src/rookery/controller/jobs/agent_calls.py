@@ -22,7 +22,7 @@ import msgspec
 
 from rookery import protocol
 from rookery.aio import unless
-from rookery.bounds import METRICS
+from rookery.bounds import metrics_problem
 from rookery.controller.fleet.agents import AgentOutcome, AgentSession
 from rookery.controller.jobs.agent_turns import NONE, AgentTurn, TurnTree, assemble
 from rookery.controller.jobs.job_context import JobContext, JobPolicy
@@ -346,8 +346,8 @@ class AgentCalls:
                 f"none of its agent's {len(turns)} calls can be trained on: they change how tokens are sampled; leave"
                 " out temperature, top_p, penalties and response_format in some"
             )
-        if len(outcome.metrics) > METRICS:
-            raise ValueError(f"its agent gave {len(outcome.metrics)} different metrics, allowed: {METRICS}")
+        if problem := metrics_problem(outcome.metrics):
+            raise ValueError(f"its agent {problem}")
         spoke = [turn.policy for turn in turns]
         for name in outcome.rewards:
             if name not in spoke:

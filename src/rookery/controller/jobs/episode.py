@@ -23,7 +23,7 @@ import msgspec
 
 from rookery import protocol
 from rookery.aio import first_of
-from rookery.bounds import METRICS
+from rookery.bounds import metrics_problem
 from rookery.controller.fleet.agents import AgentFailed, AgentOutcome, AgentSession
 from rookery.controller.fleet.env_hosts import EnvironmentFailed, EnvironmentHost, HostLost
 from rookery.controller.jobs.agent_calls import AgentCalls
@@ -348,8 +348,8 @@ class Episode:
             totals = [reward, *(reward + of_policy for of_policy in rewards.values())]
             self._check_rewards(totals, f" in turn {turn}")
             metrics.update(observation.metrics)
-            if len(metrics) > METRICS:
-                raise EpisodeFailed(f"the environment gave {len(metrics)} different metrics, allowed: {METRICS}")
+            if problem := metrics_problem(metrics):
+                raise EpisodeFailed(f"the environment {problem}")
             conversation += observation.messages
             if observation.done:
                 finish = "done"

@@ -10,6 +10,7 @@ consumes them all at once, so a crash in between takes every micro-batch back.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import statistics
 import sys
@@ -22,7 +23,7 @@ from typing import NamedTuple
 from rookery import protocol
 from rookery.algorithms.advantages import advantages, has_variance, step_scale, token_weights
 from rookery.algorithms.schedules import rate
-from rookery.bounds import METRICS
+from rookery.bounds import METRIC_LETTERS, METRICS
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory
 from rookery.controller.training.policy_run import ForwardRequest
 from rookery.spec.job import JobSpec
@@ -189,12 +190,15 @@ def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
 
 def metric_means(metrics: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, int]]:
     """By name, the mean over the episodes that have the metric, and their number; ``metrics`` are those of each
-    episode. Of more than :data:`~rookery.bounds.METRICS` names, those of the most episodes are kept: an environment can
-    give each episode other ones. A value that is not a finite number is no value: where an episode has only such a one,
-    it does not have the metric. The mean is NaN where no episode has it."""
+    episode. Of more than :data:`~rookery.bounds.METRICS` names, or :data:`~rookery.bounds.METRIC_LETTERS` characters of
+    names, those of the most episodes are kept: an environment can give each episode other ones. A value that is not a
+    finite number is no value: where an episode has only such a one, it does not have the metric. The mean is NaN where
+    no episode has it."""
     having = Counter(name for each in metrics for name in each)
     kept = heapq.nsmallest(METRICS, having, key=lambda name: (-having[name], name))
-    values: dict[str, list[float]] = {name: [] for name in sorted(kept)}
+    letters = itertools.accumulate(map(len, kept))
+    fit = [name for name, total in zip(kept, letters, strict=True) if total <= METRIC_LETTERS]
+    values: dict[str, list[float]] = {name: [] for name in sorted(fit)}
     for each in metrics:
         for name, value in each.items():
             if name in values and math.isfinite(value):

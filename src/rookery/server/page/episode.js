@@ -23,7 +23,7 @@ export function Episode({ job, view, path }) {
       ["queue", data.seconds ? duration(data.seconds.queue ?? 0) : ""], ["generation", data.seconds ? duration(data.seconds.generation ?? 0) : ""], ["environment", data.seconds ? duration(data.seconds.environment ?? 0) : ""],
       ...Object.entries(data.metrics ?? {}).map(([name, value]) => [name, number(value)]),
     ]} />
-    <div class="conversation">${data.messages === null && !data.error ? html`<section class="panel"><h2 class="sub">Prompt</h2><pre>${prompts(data.prompt)}</pre></section><${Empty}>The text of this episode is not kept any more. Its reward and metrics are.<//>` : turnsOf(data).map(({ message, turn, number: of, branch }, at) => html`
+    <div class="conversation">${data.messages === null && !data.error ? html`${data.prompt !== null && html`<section class="panel"><h2 class="sub">Prompt</h2><pre>${prompts(data.prompt)}</pre></section>`}<${Empty}>The text of this episode is not kept any more. Its reward and metrics are.<//>` : turnsOf(data).map(({ message, turn, number: of, branch }, at) => html`
       ${branch !== null && html`<h3 class="branch muted small">${branch < 0 ? "Another conversation of the agent" : `A branch: the agent continues from turn ${branch + 1}`}</h3>`}
       <${Message} key=${at} message=${message} number=${of} turn=${turn} policies=${policies} />`)}</div>
     ${data.trajectories.map((one, at) => html`<${TokenStrip} key=${at} trajectory=${one} policies=${policies} trained=${data.consumed_by !== null} title=${data.trajectories.length > 1 ? `Tokens, sequence ${at + 1}` : "Tokens"} />`)}`;

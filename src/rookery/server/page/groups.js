@@ -16,6 +16,7 @@ const content = (value) => (Array.isArray(value) ? value.map((part) => (typeof p
 const sameBin = (a, b) => a !== null && a.from === b.from && a.to === b.to;
 
 export const prompts = (prompt) => {
+  if (prompt === null) return "–";
   if (prompt && typeof prompt === "object") {
     for (const name of ["prompt", "question", "text"]) if (typeof prompt[name] === "string") return prompt[name];
     if (Array.isArray(prompt.messages)) return prompt.messages.map((one) => content(one?.content ?? one)).join("\n");

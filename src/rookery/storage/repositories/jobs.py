@@ -455,16 +455,21 @@ def recent_episodes(
 
 
 def trim_episodes(connection: Connection, job: str, keep: int) -> int:
-    """Empty turns and trajectories of all but the ``keep`` episodes that ended last, where nothing needs them any more
-    (their group is closed and does not wait to be trained on). Returns the number of emptied episodes."""
-    closed = select(GroupRow.id).where(GroupRow.job == job, GroupRow.state.not_in(("open", "ready")))
-    recent = select(EpisodeRow.id).where(EpisodeRow.job == job, EpisodeRow.finished.is_not(None))
-    recent = recent.order_by(EpisodeRow.finished.desc(), EpisodeRow.id).limit(keep)
+    """Empty turns and trajectories of all but the ``keep`` episodes that ended last, and the prompts of groups without
+    one of these, where nothing needs them any more (the group is closed and does not wait to be trained on). Returns
+    the number of emptied episodes."""
+    ended = GroupRow.state.not_in(("open", "ready"))
+    closed = select(GroupRow.id).where(GroupRow.job == job, ended)
+    newest = select(EpisodeRow.id, EpisodeRow.group_id).where(EpisodeRow.job == job, EpisodeRow.finished.is_not(None))
+    recent = newest.order_by(EpisodeRow.finished.desc(), EpisodeRow.id).limit(keep).subquery()
     full = (func.length(EpisodeRow.turns) > 0) | (func.length(EpisodeRow.trajectories) > 0)
-    old = EpisodeRow.group_id.in_(closed) & EpisodeRow.id.not_in(recent) & full
-    return connection.execute(
+    old = EpisodeRow.group_id.in_(closed) & EpisodeRow.id.not_in(select(recent.c.id)) & full
+    count = connection.execute(
         update(EpisodeRow).where(EpisodeRow.job == job, old).values(turns=b"", trajectories=b"", train_logprobs=b"")
     ).rowcount
+    asked = ended & (func.length(GroupRow.prompt) > 0) & GroupRow.id.not_in(select(recent.c.group_id))
+    connection.execute(update(GroupRow).where(GroupRow.job == job, asked).values(prompt=b""))
+    return count
 
 
 def drop_old_groups(connection: Connection, tenant: str, keep: int) -> None:
