@@ -204,6 +204,10 @@ class LimitSettings(Section):
     tenant_bytes: int = Field(100 << 30, ge=1 << 20)
     """Bytes of the adapters and datasets that one tenant stores, with those of uploads under way; at the limit as
     above, and an upload that comes to it is refused."""
+    tenant_database_bytes: int = Field(32 << 30, ge=1 << 10)
+    """Bytes of one tenant's rows in the database that its work makes: prompts and episodes of jobs, steps, evaluations,
+    events, and the calls of clients with their results. A row counts as 512 bytes and its texts. At the limit jobs
+    pause before their next step, and new jobs, samples and gradients get status 429."""
     tenant_uploads: int = Field(16, ge=1)
     """Uploads of one tenant under way at once; further ones get status 429."""
     tenant_metadata_bytes: int = Field(64 << 20, ge=1 << 10)

@@ -406,6 +406,37 @@ async def test_uploads_under_way_count_as_they_arrive(service: Service) -> None:
     assert not list((service.folder / "artifacts" / ".staging").iterdir())
 
 
+@pytest.mark.parametrize("settings", [{"tenant_database_bytes": 20_000, **PATIENT}])
+async def test_rows_that_work_makes_are_bounded(service: Service) -> None:
+    await join(service)
+    await service.host().join()
+    alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
+    base = await alice.sampler(None, 1)
+    view, _ = await service.controller.submit("alice", job_of(stop__steps=12))
+    row = service.database.read(jobs.get_job, "alice", view.id)
+
+    def state(*states: str) -> bool:
+        nonlocal row
+        row = service.database.read(jobs.get_job, "alice", view.id)
+        return row.state in states
+
+    await passing(service, lambda: state("paused"))
+    known = service.database.read(tenants.database_bytes, "alice")
+    assert known >= 20_000 and row.step < 12 and row.resumes
+    assert row.reason.startswith("your jobs' episodes and your clients' results take"), row.reason
+    for new in (
+        alice.sample(base, 1), alice.send(forward([1, 2])), service.controller.submit("alice", job_of()),
+    ):  # fmt: skip
+        with pytest.raises(TooManyRequests, match=r"of the database, allowed: 20000") as refusal:
+            await new
+        assert not refusal.value.lasting
+    await bob.outcome(await bob.sample(await bob.sampler(None, 1), 1))
+    assert refused(service)["database_bytes"] >= 4
+    await service.controller.limit_tenant("alice", {"database_bytes": 10_000_000})
+    await passing(service, lambda: state("completed"))
+    await alice.outcome(await alice.sample(base, 1))
+
+
 @pytest.mark.parametrize("settings", [{"tenant_metadata_bytes": 3000}])
 async def test_metadata_of_a_tenant_is_bounded(service: Service) -> None:
     sessions, text = service.controller.sessions, {"user_metadata": {"note": "x" * 600}}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sqlalchemy import select
 from tests.support.draws import examples
-from tests.support.storing import commit, connected, group_counts, new_group, submit
+from tests.support.storing import check_counted_bytes, commit, connected, group_counts, new_group, submit
 
 from rookery.errors import Conflict
 from rookery.storage import models
@@ -140,6 +140,7 @@ class AnyOrder(RuleBasedStateMachine):
         with connected(self.url) as connection:
             found = connection.execute(select(models.GroupRow.id, models.GroupRow.consumed_by)).all()
         assert {row.id: row.consumed_by for row in found if row.consumed_by is not None} == self.consumed
+        check_counted_bytes(self.url)
 
 
 TestAnyOrder = AnyOrder.TestCase

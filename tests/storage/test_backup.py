@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.support.faces import ScriptedWorker, job, served
-from tests.support.storing import everything, new_database, running_postgres, submit
+from tests.support.storing import check_counted_bytes, everything, new_database, running_postgres, submit
 from typer.testing import CliRunner
 
 from rookery.cli import app
@@ -128,6 +128,7 @@ def test_a_backup_holds_every_row_and_moves_to_another_kind_of_database(postgres
     with closing(Database(url)) as database:
         database.write(tenants.add_event, "alice", "job", 1.0, "text", "numbered after the restored ones")
         assert [row.id for row in database.read(tenants.events, "alice", "job", 9)] == [1, 2]
+    check_counted_bytes(url)
     for name in ("rookery.db", "admin.key", "worker.token"):
         assert (tmp_path / "two" / name).stat().st_mode & 0o077 == 0
     assert (tmp_path / "two").stat().st_mode & 0o077 == 0

@@ -28,6 +28,7 @@ from sqlalchemy.exc import OperationalError
 from tests.support.draws import examples
 from tests.support.faces import served
 from tests.support.storing import (
+    check_counted_bytes,
     commit,
     connected,
     everything,
@@ -83,6 +84,7 @@ def database(url: str) -> Iterator[Database]:
         database.write(tenants.create_tenant, tenant, tenant.title(), 0.0)
     yield database
     database.close()
+    check_counted_bytes(url)
 
 
 # --- tenants and keys -------------------------------------------------------------------------------------------------
@@ -706,6 +708,7 @@ _EMPTY: dict[str, Any] = {
     "steps_of_versions": {},
     "unfinished_job_ids": set(),
     "metadata_bytes": 0,
+    "database_bytes": 0,
     "count_models": 0,
     "count_checkpoints": 0,
     "stored": (0, 0),

@@ -29,7 +29,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Column, Connection, MetaData, Text, create_engine, insert, inspect, select, text
 from tests.support.driven import Client, join
 from tests.support.peers import Service
-from tests.support.storing import connected, running_postgres
+from tests.support.storing import check_counted_bytes, connected, running_postgres
 
 from rookery.controller.jobs.trajectory import decode_result, decode_turns
 from rookery.controller.sessions import operations
@@ -111,6 +111,8 @@ def test_an_old_database_gets_the_schema_of_the_models(old_url: str) -> None:
             assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar() == HEAD
         check_rows(database)
         database.write(tenants.add_event, "alice", None, 0.0, "kind", "text")
+        assert database.read(tenants.database_bytes, "alice") > 10_000
+    check_counted_bytes(old_url)
 
 
 def check_rows(database: Database) -> None:

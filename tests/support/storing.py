@@ -22,6 +22,7 @@ from rookery.errors import Conflict
 from rookery.protocol import Manifest, Shard, manifest_of
 from rookery.storage.columns import Base
 from rookery.storage.db import Database
+from rookery.storage.migrations import COUNTED
 from rookery.storage.models import (
     CheckpointRow,
     EpisodeRow,
@@ -33,7 +34,7 @@ from rookery.storage.models import (
     SamplerRow,
     SessionRow,
 )
-from rookery.storage.repositories import jobs, sessions
+from rookery.storage.repositories import jobs, sessions, tenants
 from rookery.storage.repositories.versions import commit_step
 
 
@@ -237,6 +238,19 @@ def new_database(server: str) -> str:
     with connected(server.replace("NAME", "postgres"), isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text(f"CREATE DATABASE {name}"))
     return server.replace("NAME", name)
+
+
+def check_counted_bytes(url: str) -> None:
+    """The database counts the bytes of each tenant's rows as they are."""
+    with connected(url) as connection:
+        stored = {row.id: row.stored for row in connection.execute(text("SELECT id, stored FROM tenants"))}
+        found = dict.fromkeys(stored, 0)
+        for table, columns in COUNTED.items():
+            rows = f'SELECT tenant, {", ".join(columns)} FROM "{table}"'
+            rows += " WHERE finished IS NOT NULL" if table == "episodes" else ""
+            for tenant, *values in connection.execute(text(rows)):
+                found[tenant] += tenants.ROW_BYTES + sum(map(len, filter(None, values)))
+    assert stored == found
 
 
 class FaultyDatabase(Database):

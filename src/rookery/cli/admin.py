@@ -81,8 +81,8 @@ def limit(
         typer.Argument(
             metavar="[NAME=VALUE]...",
             help="jobs, waiting_jobs, requests, request_tokens, queued_bytes, adapters, bytes, tokens_per_day, models,"
-            " hosts, metadata_bytes, uploads, service_share, requests_per_second or weight; the value default is the"
-            " service's setting.",
+            " hosts, metadata_bytes, uploads, database_bytes, service_share, requests_per_second or weight; the value"
+            " default is the service's setting.",
         ),
     ] = None,
 ) -> None:

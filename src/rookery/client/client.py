@@ -294,8 +294,8 @@ class Client:
 
     def limit_tenant(self, tenant: str, **limits: float | None) -> Record:
         """Change limits of a tenant: jobs, waiting_jobs, requests, request_tokens, queued_bytes, adapters, bytes,
-        tokens_per_day, models, hosts, metadata_bytes, uploads, service_share, requests_per_second, weight. None is the
-        service's setting."""
+        tokens_per_day, models, hosts, metadata_bytes, uploads, database_bytes, service_share, requests_per_second,
+        weight. None is the service's setting."""
         path = f"/api/v1/tenants/{self._tenant(tenant)}/limits"
         return self._connection.call("PUT", path, json=limits)
 

@@ -42,6 +42,7 @@ from rookery.storage.store import Store
 LIMITS = (
     "jobs", "waiting_jobs", "requests", "request_tokens", "queued_bytes", "adapters", "bytes", "tokens_per_day",
     "models", "hosts", "requests_per_second", "metadata_bytes", "uploads",
+    "database_bytes",
     "service_share",
 )  # fmt: skip
 """Limits of a tenant, by the name of the setting after ``tenant_``."""
@@ -60,7 +61,7 @@ BURST_SECONDS = 5.0
 RETRY_SECONDS = {
     "requests": 2.0, "request_tokens": 2.0, "queued_bytes": 2.0, "models": 30.0, "waiting_jobs": 60.0,
     "adapters": math.inf, "bytes": math.inf, "hosts": 30.0, "metadata_bytes": math.inf, "service_share": 1.0,
-    "uploads": 2.0,
+    "uploads": 2.0, "database_bytes": 60.0,
 }  # fmt: skip
 """When to try again: requests end within seconds, a base model is free when all work on it ends, and stored things
 stay until somebody deletes them."""
@@ -70,6 +71,9 @@ STORING_RETRY_SECONDS = 2.0
 
 METADATA_SECONDS = 60.0
 """At the limit of its rows' bytes a tenant's rows are read again after this time: some may be deleted."""
+
+DATABASE_SECONDS = 5.0
+"""The bytes that a tenant's work takes in the database are read again after this time."""
 
 OPERATION_BYTES = 4096
 """Counted for each operation of a client in memory besides its data: the objects around it."""
@@ -128,6 +132,8 @@ class Quotas:
         """By tenant: the bytes of its rows, and when they were read."""
         self._reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By tenant: of the read of those bytes."""
+        self._database: dict[str, tuple[int, float]] = {}
+        """By tenant: the bytes that its work takes in the database, and when they were read."""
         self._arriving: Counter[str] = Counter()
         """By tenant: bytes of uploads under way that are written, or are about to be."""
         self._uploaded: Counter[str] = Counter()
@@ -158,6 +164,7 @@ class Quotas:
         """The tenant is deleted."""
         known: tuple[dict[str, Any], ...] = (
             self._metadata, self._allowance, self.overrides, self.weights, self._stored, self._uploaded,
+            self._database,
         )  # fmt: skip
         for of_tenant in known:
             of_tenant.pop(tenant, None)
@@ -416,6 +423,21 @@ class Quotas:
             if read == -math.inf or (full and now - read > METADATA_SECONDS):
                 found = await self._store.read(tenants.metadata_bytes, tenant)
                 self._metadata[tenant] = (found + self._metadata[tenant][0] - before, now)
+
+    async def check_database(self, tenant: str) -> None:
+        """The tenant's work is about to add rows to the database. Raises :class:`TooManyRequests` at the limit; so the
+        last ones may exceed it."""
+        now, most = self._clock.monotonic(), self.limit(tenant, "database_bytes")
+        size, read = self._database.get(tenant, (0, -math.inf))
+        if now - read >= DATABASE_SECONDS:
+            size = await self._store.read(tenants.database_bytes, tenant)
+            self._database[tenant] = (size, now)
+        if size >= most:
+            raise self._refuse(
+                "database_bytes",
+                f"your jobs' episodes and your clients' results take {size} bytes of the database, allowed: {most:.0f};"
+                " delete jobs, wait until results expire, or ask the administrator",
+            )
 
     # --- tokens of a day ----------------------------------------------------------------------------------------------
 

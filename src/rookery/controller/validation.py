@@ -113,6 +113,7 @@ class JobValidator:
         services = self._services
         if not known:
             await self._quotas.check_stored(tenant)
+            await self._quotas.check_database(tenant)
         spec = await self._services.threads(parse_job, data)
         problems = []
         models = {name: name for name in (spec.base_model, *spec.base_models)}

@@ -283,6 +283,7 @@ class TenantLimits(RequestModel):
     hosts: Limit = None
     metadata_bytes: Limit = None
     uploads: Limit = None
+    database_bytes: Limit = None
     service_share: float | None = Field(None, gt=0, le=64)
     requests_per_second: float | None = Field(None, gt=0, le=1e6)
     weight: float | None = Field(None, ge=0.1, le=10, description="Share of engines and trainers relative to others'")

@@ -197,6 +197,7 @@ def _refuse_filled(target: Database) -> None:
 
 def _copy_rows(source: Connection, target: Connection) -> None:
     """Copy every row to a database that has the tables and no rows but its own facts."""
+    migrations.stop_counting(target)
     for model in Base.metadata.sorted_tables:
         types = {c.name: c.type.impl if isinstance(c.type, TypeDecorator) else c.type for c in model.columns}
         plain = table(model.name, *(column(name, type) for name, type in types.items()))  # values stay encoded
@@ -204,6 +205,7 @@ def _copy_rows(source: Connection, target: Connection) -> None:
         found = source.execution_options(yield_per=ROWS_AT_ONCE).execute(select(plain))
         for part in found.mappings().partitions():
             target.execute(insert(plain), [dict(row) for row in part])
+    migrations.start_counting(target)
     if target.dialect.name == "postgresql":
         newest = select(func.coalesce(func.max(EventRow.id), 0) + 1).scalar_subquery()
         target.execute(select(func.setval(func.pg_get_serial_sequence("events", "id"), newest, False)))

@@ -6,6 +6,8 @@
 * A change of the models needs one more function in :data:`REVISIONS`, which changes the tables with Alembic's
   operations. A test compares a migrated database with the models.
 
+* The database counts the bytes of each tenant's rows itself, by triggers: no change of a row can pass them by.
+
 Alembic is imported only where there is something to migrate.
 """
 
@@ -32,12 +34,93 @@ from sqlalchemy import (
 )
 
 from rookery.storage.models import Base, MetaRow
+from rookery.storage.repositories.tenants import ROW_BYTES
 
 if TYPE_CHECKING:
     from alembic.operations import Operations
 
 INITIAL = "0001"
 """The first revision. A database from before it has no revision, and is refused."""
+
+
+COUNTED: Mapping[str, tuple[str, ...]] = {
+    "episodes": ("turns", "trajectories", "train_logprobs", "metrics", "error"),
+    "groups": ("prompt", "reason"),
+    "evaluations": ("results",),
+    "steps": ("metrics",),
+    "events": ("text",),
+    "futures": ("call", "outcome"),
+}
+"""The tables whose rows count in ``tenants.stored``, each as :data:`~rookery.storage.repositories.tenants.ROW_BYTES`
+and the lengths of these columns; an episode once it has ended."""
+
+_EVENTS = ("insert", "update", "delete")
+
+
+def start_counting(connection: Connection) -> None:
+    """Count what is stored, and from now on each change."""
+    connection.exec_driver_sql("UPDATE tenants SET stored = 0")
+    create = _trigger_of_postgresql if connection.dialect.name == "postgresql" else _trigger_of_sqlite
+    for name in COUNTED:
+        found = connection.exec_driver_sql(f'SELECT tenant, sum({_size(name)}) FROM "{name}" GROUP BY tenant').all()
+        for tenant, total in found:
+            values = {"total": int(total), "tenant": tenant}
+            connection.execute(text("UPDATE tenants SET stored = stored + :total WHERE id = :tenant"), values)
+        for event in _EVENTS:
+            for statement in create(name, event):
+                connection.exec_driver_sql(statement)
+
+
+def stop_counting(connection: Connection) -> None:
+    """Until :func:`start_counting` no change is counted."""
+    postgresql = connection.dialect.name == "postgresql"
+    for name in COUNTED:
+        for event in _EVENTS:
+            trigger = f"count_{name}_{event}"
+            of = f' ON "{name}"' if postgresql else ""
+            connection.exec_driver_sql(f"DROP TRIGGER {trigger}{of}")
+            if postgresql:
+                connection.exec_driver_sql(f"DROP FUNCTION {trigger}()")
+
+
+def _size(name: str, row: str = "") -> str:
+    """The bytes of a row, in SQL. Texts are counted in characters, of which most are of ASCII."""
+    size = " + ".join([str(ROW_BYTES), *(f"coalesce(length({row}{part}), 0)" for part in COUNTED[name])])
+    return f"CASE WHEN {row}finished IS NULL THEN 0 ELSE {size} END" if name == "episodes" else f"({size})"
+
+
+def _trigger_of_sqlite(name: str, event: str) -> list[str]:
+    new, old = _size(name, "NEW."), _size(name, "OLD.")
+    change = {"insert": new, "update": f"{new} - {old}", "delete": f"-{old}"}[event]
+    row = "OLD" if event == "delete" else "NEW"
+    return [
+        f'CREATE TRIGGER count_{name}_{event} AFTER {event} ON "{name}" WHEN {change} <> 0 BEGIN'
+        f" UPDATE tenants SET stored = stored + {change} WHERE id = {row}.tenant; END"
+    ]
+
+
+def _trigger_of_postgresql(name: str, event: str) -> list[str]:
+    """Changes and deletions of many rows change the tenant's row once for each statement: each change of a row in one
+    transaction makes the next one slower."""
+    trigger, new = f"count_{name}_{event}", _size(name, "NEW.")
+    if event == "insert":
+        change = f"UPDATE tenants SET stored = stored + {new} WHERE id = NEW.tenant"
+        when = f"FOR EACH ROW WHEN ({new} <> 0)"
+    else:
+        rows = f"SELECT tenant, -{_size(name)} AS change FROM old_rows"
+        when = "REFERENCING OLD TABLE AS old_rows"
+        if event == "update":
+            rows += f" UNION ALL SELECT tenant, {_size(name)} FROM new_rows"
+            when += " NEW TABLE AS new_rows"
+        total = f"SELECT tenant, CAST(sum(change) AS bigint) AS total FROM ({rows}) AS changes GROUP BY tenant"
+        change = (
+            f"UPDATE tenants SET stored = stored + total FROM ({total}) AS found WHERE id = found.tenant AND total <> 0"
+        )
+        when += " FOR EACH STATEMENT"
+    return [
+        f"CREATE FUNCTION {trigger}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {change}; RETURN NULL; END $$",
+        f'CREATE TRIGGER {trigger} AFTER {event} ON "{name}" {when} EXECUTE FUNCTION {trigger}()',
+    ]
 
 
 def _starts_sizes_and_kept_answers(op: Operations) -> None:
@@ -79,6 +162,8 @@ def _groups_without_split(op: Operations) -> None:
 def _revision_0002(op: Operations) -> None:
     _starts_sizes_and_kept_answers(op)
     _groups_without_split(op)
+    op.add_column("tenants", Column("stored", BigInteger, nullable=False, server_default="0"))
+    start_counting(op.get_bind())
 
 
 REVISIONS: dict[str, Callable[[Operations], None]] = {
@@ -112,6 +197,7 @@ def upgrade(connection: Connection, revisions: Mapping[str, Callable[[Operations
         if foreign := sorted({*inspect(connection).get_table_names()} & {*Base.metadata.tables}):
             return f"has tables of another program ({', '.join(foreign)}); give Rookery a database of its own"
         Base.metadata.create_all(connection)
+        start_counting(connection)
         connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)"))
         connection.execute(text("INSERT INTO alembic_version VALUES (:head)"), {"head": head})
         return ""

@@ -67,6 +67,8 @@ class TenantRow(Base):
     """Limits that are not the service's settings, and the weight (:mod:`rookery.controller.quotas`)."""
     deleted: Mapped[float | None] = mapped_column(default=None)
     """When it was deleted; None while it lives. The row stays for the costs that it caused."""
+    stored: Mapped[int] = mapped_column(default=0)
+    """Bytes of its rows in the tables :data:`~rookery.storage.migrations.COUNTED`, which the database counts."""
 
 
 class OwnedRow(Base):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tests.support.storing import checkpoint_row, future_row, manifest, sampler_row, visit
+from tests.support.storing import check_counted_bytes, checkpoint_row, future_row, manifest, sampler_row, visit
 
 from rookery.errors import Conflict, NotFound, UserError
 from rookery.scheduling.queues import ReorderBuffer
@@ -90,6 +90,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
     visit(database)
     yield database
     database.close()
+    check_counted_bytes(f"sqlite:///{tmp_path}/rookery.db")
 
 
 def commit(database: Database, name: str, parent: int | None, done: int, **more: tuple[str, bytes]) -> int:
@@ -130,6 +131,10 @@ def test_results_expire_when_no_run_can_replay_them(database: Database) -> None:
     database.write(sessions.finish_future, "sample", b"text", 1.0)
     assert database.read(sessions.get_future, "alice", "sample").call == b""
     assert database.write(sessions.drop_futures, before=0.5) == 0
+    database.write(sessions.open_future, future_row("fetched"))
+    assert database.write(sessions.drop_futures, 0.5, ["fetched", "one/1", "one/2"]) == 0, "its result is not there"
+    database.write(sessions.finish_future, "fetched", b"text", 1.0)
+    assert database.write(sessions.drop_futures, 0.5, ["fetched", "one/1", "one/2"]) == 1
     assert database.write(sessions.drop_futures, before=2.0) == 1  # the sample: the model's are behind its head
     commit(database, "one", 0, 1)
     assert database.write(sessions.drop_futures, before=2.0) == 1

@@ -203,6 +203,31 @@ async def test_checkpoint_stays_while_it_is_loaded(
     assert isinstance(await visitor.step(), operations.OptimStepResult)
 
 
+async def test_results_are_deleted_some_time_after_they_were_fetched(service: Service) -> None:
+    visitor = await Client(service).begin()
+    sampler = await visitor.sampler(None)
+    fetched, other = await visitor.sample(sampler, 0), await visitor.sample(sampler, 1)
+    await visitor.outcome(fetched)
+    await eventually(lambda: len(visitor.sessions.futures) == 0)
+    times = visitor.sessions.times
+    assert times.fetched < times.result
+
+    async def stored() -> list[bool]:
+        await visitor.sessions.sweep()
+        found = []
+        for id in (fetched, other):
+            try:
+                found.append(bool((await visitor.store.read(sessions.get_future, "alice", id)).outcome))
+            except NotFound:
+                found.append(False)
+        return found
+
+    service.clock.now += times.fetched - 1
+    assert await stored() == [True, True]
+    service.clock.now += 2
+    assert await stored() == [False, True]
+
+
 async def test_results_expire_unless_their_model_may_have_to_replay_them(service: Service) -> None:
     visitor = await Client(service).begin()
     sampler = await visitor.sampler(None)

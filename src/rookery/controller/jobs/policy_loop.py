@@ -139,8 +139,8 @@ class PolicyLoop:
 
     async def train(self, tasks: TaskGroup) -> str:
         """Train until a stop condition holds, and commit the steps taken; returns which. Evaluations are started in
-        ``tasks``. Raises :class:`TooManyRequests` before a step that needs room for one version more, where the tenant
-        may store no more."""
+        ``tasks``. Raises :class:`TooManyRequests` before a step, where the tenant's rows of the database are as many
+        bytes as allowed, or the step needs room for one version more and the tenant may store no more."""
         await self._evaluate_if_due(tasks)
         self._step_began = self._controller.clock.monotonic()
         while (reason := self._stop_reason()) is None:
@@ -164,8 +164,10 @@ class PolicyLoop:
         return reason
 
     async def _check_stored(self) -> None:
+        quotas, tenant = self._controller.rooms.quotas, self._job.row.tenant
+        await quotas.check_database(tenant)
         if self.versions.grows:
-            await self._controller.rooms.quotas.check_stored(self._job.row.tenant)
+            await quotas.check_stored(tenant)
 
     def _begin_step(self) -> StepAccumulator:
         return StepAccumulator(self.spec, self.step)

@@ -4,7 +4,7 @@
   another operation under a used id is refused. One that was stored but not acknowledged starts when it is sent again.
 * A result is durable before any client gets it, and waiting clients get it at once. A database that refuses it is asked
   again until it accepts: an operation is never executed twice.
-* Results outlive this process until they expire.
+* Results outlive this process until they expire, or some time after they were fetched.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import logging
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 import msgspec
 from cachetools import LRUCache
@@ -40,6 +41,10 @@ INLINE_BYTES = 128 << 10
 
 KEPT_BYTES = 64 << 20
 """Results kept in memory besides the database: a client fetches its result within moments."""
+
+
+FETCHED_AT_ONCE = 10_000
+"""Fetched results that are deleted in one transaction."""
 
 
 class FutureExpired(RookeryError):
@@ -82,6 +87,8 @@ class Futures:
         self._open: dict[str, Future] = {}
         """Futures without a result that this process executes, or is about to."""
         self._kept: LRUCache[str, Future] = LRUCache(KEPT_BYTES, getsizeof=lambda future: future.size)
+        self._fetched: dict[str, float] = {}
+        """When a client fetched each result for the first time (monotonic seconds), the longest ago first."""
 
     def __len__(self) -> int:
         """Futures without a result."""
@@ -176,7 +183,16 @@ class Futures:
         if future.result is None and not await wait_event(future.done, self._poll_seconds):
             return future
         assert future.result is not None
+        self._fetched.setdefault(id, self._services.clock.monotonic())
         return future.result
+
+    def fetched(self, before: float) -> list[str]:
+        """The futures whose results were fetched before this time, each once, some of very many."""
+        found = takewhile(lambda known: known[1] < before, self._fetched.items())
+        ids = [id for id, _ in islice(found, FETCHED_AT_ONCE)]
+        for id in ids:
+            del self._fetched[id]
+        return ids
 
     def find(self, tenant: str, id: str) -> Future | None:
         """An open future of this tenant."""

@@ -178,7 +178,8 @@ class Sessions:
     async def sweep(self) -> None:
         """Delete what has expired: results, checkpoints, weights of idle samplers, lost and finished sessions."""
         context, store, times, now = self._context, self._context.store, self.times, self._time()
-        await store.write(sessions.drop_futures, now - times.result)
+        fetched = self.futures.fetched(context.clock.monotonic() - times.fetched)
+        await store.write(sessions.drop_futures, now - times.result, fetched)
         for row in await store.read(sessions.expired_checkpoints, now):
             with work_of(row.tenant):
                 await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)
@@ -402,6 +403,7 @@ class Sessions:
             if longest > chat.context:
                 raise OperationRefused(f"a datum has {longest} tokens; the model's context is {chat.context}")
             quotas.check_tokens(tenant)
+            await quotas.check_database(tenant)
         elif isinstance(operation, SaveState | SaveSampler):
             await quotas.check_stored(tenant)
 
@@ -452,6 +454,8 @@ class Sessions:
         row = await self._context.store.read(sessions.get_sampler, tenant, operation.sampler)
         await self._require_open(tenant, row.session)
         name, quotas = f"{row.id}/{number}", self._context.rooms.quotas
+        if self.futures.find(tenant, name) is None:
+            await quotas.check_database(tenant)
         with ExitStack() as reserved:
             new = self.futures.find(tenant, name) is None
             if new:

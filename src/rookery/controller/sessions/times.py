@@ -16,6 +16,8 @@ class SessionTimes:
     """Long-poll timeout of a result request; below the client's 45 s."""
     result: float = DAY
     """For which a result can be fetched."""
+    fetched: float = 900.0
+    """For which a result that a client fetched can be fetched again; clients ask again within a minute."""
     seq_gap: float = 300.0
     """Calls that wait for one with a lower number fail when it has not arrived for this long; clients retry for five
     minutes."""

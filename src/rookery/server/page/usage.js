@@ -7,7 +7,7 @@ import { Badge, Empty, Facts, Pager, Problem, Scroll, html } from "./parts.js";
 const PAGE = 50;
 
 const NAMES = {
-  jobs: "running jobs", waiting_jobs: "waiting jobs", requests: "requests at once", tokens_per_day: "tokens today", adapters: "adapters", models: "base models", hosts: "environment hosts", bytes: "bytes stored",
+  jobs: "running jobs", waiting_jobs: "waiting jobs", requests: "requests at once", tokens_per_day: "tokens today", adapters: "adapters", models: "base models", hosts: "environment hosts", bytes: "bytes stored", database_bytes: "bytes in the database",
 };
 
 /** Whether the value of a limit limits anything. */
@@ -16,7 +16,7 @@ export const limited = (value) => value > 0 && value < 1e15;
 /** What counts against each limit of an account: [{name, used, most, show}]; `most` is null where there is no limit. */
 export const quotas = (account) => Object.entries(account?.used ?? {}).map(([key, used]) => {
   const limit = account.limits[key];
-  return { name: NAMES[key] ?? key, used, most: limited(limit) ? limit : null, show: key === "bytes" ? bytes : key === "tokens_per_day" ? count : number };
+  return { name: NAMES[key] ?? key, used, most: limited(limit) ? limit : null, show: key.endsWith("bytes") ? bytes : key === "tokens_per_day" ? count : number };
 });
 
 export function Usage({ account }) {

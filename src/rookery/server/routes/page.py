@@ -125,6 +125,7 @@ async def account(service: Service, owner: Owner) -> AccountView:
         "waiting_jobs": len(service.controller.jobs.waiting_of(owner.id)),
         "requests": view["requests"], "tokens_per_day": view["tokens_today"], "adapters": adapters, "bytes": size,
         "models": len(service.controller.jobs.models(owner.id)),
+        "database_bytes": await context.store.read(tenants.database_bytes, owner.id),
     }  # fmt: skip
     return AccountView(
         tenant=row.id, name=row.name, role=owner.role, limits=view["limits"], tokens_today=view["tokens_today"],

@@ -323,11 +323,13 @@ def futures_behind(connection: Connection, model: str, seq: int) -> list[FutureR
     return rows(connection, FutureRow, FutureRow.model == model, FutureRow.seq > seq, order_by=(FutureRow.seq,))
 
 
-def drop_futures(connection: Connection, before: float) -> int:
-    """Delete outcomes older than ``before`` that no model may have to replay; returns their number."""
+def drop_futures(connection: Connection, before: float, fetched: Sequence[str] = ()) -> int:
+    """Delete outcomes older than ``before``, and those of the futures ``fetched``, that no model may have to replay;
+    returns their number."""
     done = select(ModelRow.done_seq).where(ModelRow.id == FutureRow.model).scalar_subquery()
     free = FutureRow.model.is_(None) | (FutureRow.seq <= done)
-    return connection.execute(delete(FutureRow).where(FutureRow.finished < before, free)).rowcount
+    over = (FutureRow.finished < before) | (FutureRow.id.in_(fetched) & FutureRow.finished.is_not(None))
+    return connection.execute(delete(FutureRow).where(over, free)).rowcount
 
 
 def _write_outcome(connection: Connection, id: str, outcome: bytes, time: float) -> None:

@@ -136,6 +136,12 @@ def metadata_bytes(connection: Connection, tenant: str) -> int:
     return int(total)
 
 
+def database_bytes(connection: Connection, tenant: str) -> int:
+    """The bytes of the rows that the tenant's work made: groups, episodes, steps, evaluations, events, and the calls of
+    its clients with their results."""
+    return connection.execute(select(TenantRow.stored).filter_by(id=tenant)).scalar() or 0
+
+
 def list_tenants(connection: Connection, deleted: bool = False, page: Page | None = None) -> list[TenantRow]:
     """Oldest first, with or without those that were deleted."""
     which = [] if deleted else [TenantRow.deleted.is_(None)]
