@@ -19,6 +19,7 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.prompts import (
     CallOptions,
     PreparedPrompt,
+    answer_room,
     check_logits,
     prepare_prompt,
     schema_problem,
@@ -101,8 +102,11 @@ class Completions:
 
     def _most_tokens(self, prepared: PreparedPrompt, options: CallOptions) -> int:
         """The most tokens of the answer to a prompt."""
+        room, length = prepared.chat.context, len(prepared.prompt)
         most = self.answer_tokens(prepared.target, options.max_tokens)
-        return min(most, prepared.chat.context - len(prepared.prompt))
+        if options.max_tokens is None:
+            return min(most, answer_room(self._context.rooms.fleet, prepared.target.model, room, length))
+        return min(most, room - length)
 
     @contextmanager
     def admitted(

@@ -89,6 +89,13 @@ def prepare_prompt(
     return PreparedPrompt(target, chat, prompt)
 
 
+def answer_room(fleet: Fleet, model: str, context: int, prompt: int) -> int:
+    """Tokens of an answer without a limit to a prompt of so many: as many as follow it in the model's ``context``, or
+    in a shorter one where all workers of the model hold less. At least 1; that request is refused by the workers."""
+    longest = fleet.longest_text(model) or context
+    return max(1, min(context, longest) - prompt)
+
+
 def check_logits(fleet: Fleet, target: Target, logits: protocol.LogitsParams | None) -> None:
     """Whether the engines of the target's model change logits as asked. Raises :class:`UserError`."""
     if logits is None:

@@ -47,6 +47,7 @@ class Hello(Message, kw_only=True):
     max_rows: Count
     """Sequences that decode at the same time."""
     max_context: Count
+    """Tokens of the longest text that it holds, prompt included; 0 while it loads."""
     max_rank: Count
     engine: Name = ""
     """``native``, ``transformers`` or ``vllm``; empty while it loads."""

@@ -405,9 +405,13 @@ def base_reference(folder: Path) -> BaseReference:
 
 def projections(cache: Path, name: str) -> RecordedProjections | None:
     """The projections of a model that a LoRA can change; None while it is not prepared."""
-    path = model_folder(cache, name) / PROJECTIONS
+    return recorded_projections(model_folder(cache, name))
+
+
+def recorded_projections(folder: Path) -> RecordedProjections | None:
+    """The projections of the model prepared in ``folder``; None while it is not."""
     try:
-        about = json.loads(path.read_text(encoding="utf-8"))
+        about = json.loads((folder / PROJECTIONS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     return RecordedProjections(

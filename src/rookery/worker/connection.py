@@ -348,7 +348,7 @@ class ServiceConnection:
             site=self._settings.worker.site,
             loading=core is None,
             max_rows=self._settings.engine.max_rows,
-            max_context=core.engine.limits.max_context if core is not None else 0,
+            max_context=core.engine.longest_text if core is not None else 0,
             max_rank=self._settings.engine.max_rank,
             engine=core.engine_name if core is not None else "",
             device=core.device_name if core is not None else "",
@@ -390,7 +390,7 @@ class ServiceConnection:
                 protocol.Ready(
                     epoch=channel.epoch,
                     model_hash=self._model_hash,
-                    max_context=self._core.engine.limits.max_context,
+                    max_context=self._core.engine.longest_text,
                     engine=self._core.engine_name,
                     device=self._core.device_name,
                     dtype=self._core.dtype,

@@ -86,6 +86,10 @@ class Fleet:
         able = [worker for worker in self.serving("train", model) if worker not in besides]
         return [worker for worker in able if worker.hello.kind == "reserved"] or able
 
+    def longest_text(self, model: str) -> int:
+        """Tokens of the longest text, prompt included, that a worker generates with ``model`` now; 0 without one."""
+        return max((worker.hello.max_context for worker in self.serving("rollout", model)), default=0)
+
     @property
     def heartbeat_seconds(self) -> float:
         """Between two heartbeats of a worker."""

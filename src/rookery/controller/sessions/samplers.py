@@ -20,6 +20,7 @@ from rookery.aio import TaskGroup, cancel_all, in_portions
 from rookery.controller.context import ControllerContext
 from rookery.controller.indexed import IndexedDict
 from rookery.controller.outages import storage_outage
+from rookery.controller.prompts import answer_room
 from rookery.controller.rollout.request import SamplingRequest, SamplingResult
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, FutureExpired, Futures, QueueStatus, failure
 from rookery.controller.sessions.operations import AnyResult, OperationFailed, Sample, SampledSequence, SampleResult
@@ -276,13 +277,16 @@ class Samplers:
             scored = len(prompt) - 1 if operation.last is None else operation.last
         base_seed = future.id if operation.seed is None else str(operation.seed)
         stop_tokens = chat.ends(operation.stop, operation.stop_tokens)
+        most = operation.max_tokens
+        if most is None:
+            most = answer_room(context.rooms.fleet, row.base_model, chat.context, len(prompt))
         requests = (
             protocol.Generate(
                 request=f"{future.id}:{number}",
                 adapter=adapter,
                 prompt=prompt,
                 shared_prefix=0 if scored and number == 0 else len(prompt),
-                max_tokens=room if operation.max_tokens is None else min(operation.max_tokens, room),
+                max_tokens=min(most, room),
                 temperature=operation.temperature,
                 seed=client_seed(f"{base_seed}:{number}"),
                 stop_tokens=stop_tokens,

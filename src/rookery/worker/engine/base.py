@@ -49,6 +49,11 @@ class Engine(Protocol):
     def limits(self) -> EngineLimits: ...
 
     @property
+    def longest_text(self) -> int:
+        """Tokens of a text, its prompt included, that the engine holds whatever part of its prompt is shared."""
+        ...
+
+    @property
     def active(self) -> int:
         """Requests that compute."""
         ...

@@ -131,6 +131,10 @@ class NativeEngine:
     # --- the engine protocol ----------------------------------------------------------------------------------------
 
     @property
+    def longest_text(self) -> int:
+        return min(self.limits.max_context, self.store.longest)
+
+    @property
     def active(self) -> int:
         return len(self.admission.running)
 

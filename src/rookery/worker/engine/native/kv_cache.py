@@ -14,6 +14,7 @@ Promises:
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -103,6 +104,18 @@ class SegmentStore:
     def fits_alone(self, *lengths: int) -> bool:
         """Whether segments of these lengths would fit in an empty cache."""
         return sum(self._size(length) for length in lengths if length) <= self.tokens - LANES
+
+    @property
+    def longest(self) -> int:
+        """Tokens of two segments that fit in an empty cache, however they are divided; at least 1."""
+        steps = [1]  # the first lengths of each size
+        while steps[-1] < self.tokens:
+            steps.append(key_capacity(steps[-1]) + 1)
+
+        def fits(length: int) -> bool:
+            return all(self.fits_alone(first, length - first) for first in steps if first <= length)
+
+        return max(1, bisect_left(range(1, self.tokens), True, key=lambda length: not fits(length)))
 
     def allocate(self, length: int) -> KVSlot | None:
         """A slot for ``length`` tokens; evicts retained segments if it must. None when the cache is full."""

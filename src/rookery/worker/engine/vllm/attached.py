@@ -4,8 +4,9 @@ Promises:
 
 * A server that does not answer, serves no completions or allows no adapters is refused with one line that says how to
   start it. Its other users are not affected, except by the load.
-* Adapters are loaded under names that begin with ``rookery-`` and unloaded when they are not needed. The server reads
-  them from this worker's cache folder: it runs on this machine, or mounts that folder at the same path.
+* Adapters are loaded under names that begin with ``rookery-``, which no other worker uses, and unloaded when they are
+  not needed. The server reads them from this worker's cache folder: it runs on this machine, or mounts that folder at
+  the same path. A restarted server gets them again when a request needs them.
 * Log-probabilities are those at temperature 1, since a server reports no others: requests at other temperatures than 1
   and 0 are refused.
 * Where the server has the keyed sampler (``keyed_sampler``; probed at the start), the same seed gives the same text and
@@ -33,10 +34,13 @@ from rookery.worker.engine.vllm.backend import (
     POSITION,
     SEED,
     TEMPERATURE,
+    AdapterLost,
     LoadedAdapter,
     SampledPart,
     SamplingTask,
+    ServerFault,
     TaskFailed,
+    VllmBusy,
     scores_of,
 )
 from rookery.worker.memory import MemoryUse
@@ -51,6 +55,10 @@ METRICS_SECONDS = 2.0
 
 PROBE_TEMPERATURE = 1e6
 """At which every token is nearly as likely: two seeds that sample the same one are no keys."""
+
+BUSY = (429, 502, 503, 504)
+"""Status codes of a server that is full, starts, ends, or is not reached by its proxy."""
+NOT_FOUND, SERVER_ERRORS = 404, 500
 
 START = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
 
@@ -118,6 +126,8 @@ class Attached:
     async def load(self, adapter: LoadedAdapter) -> None:
         body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
         answer = await self._post("/v1/load_lora_adapter", body)
+        if answer.status_code in BUSY:
+            raise self._problem(answer.status_code, _reason(answer), adapter)
         if answer.is_error:
             raise UserError(f"the vLLM server at {self.url} cannot load {adapter.folder}: {_reason(answer)}")
 
@@ -130,7 +140,7 @@ class Attached:
             body = {**self._body(task, keyed=False), "max_tokens": 1, "prompt_logprobs": task.top_logprobs}
             answer = await self._post("/v1/completions", body)
             if answer.is_error:
-                raise TaskFailed(_reason(answer))
+                raise self._problem(answer.status_code, _reason(answer), task.adapter)
             lines = answer.json()["choices"][0]["prompt_logprobs"]
             given = [line and {int(token): (x["logprob"], x["rank"]) for token, x in line.items()} for line in lines]
             yield SampledPart([], [], scores_of(task.scored, task.tokens, given, task.top_logprobs))
@@ -143,10 +153,12 @@ class Attached:
             async with self._http.stream("POST", "/v1/completions", json=body) as response:
                 if response.is_error:
                     await response.aread()
-                    raise TaskFailed(_reason(response))
+                    raise self._problem(response.status_code, _reason(response), task.adapter)
                 async for event in _events(response):
                     if "error" in event:
-                        raise TaskFailed(short(str(event["error"].get("message", event["error"]))))
+                        error = event["error"]
+                        message, code = short(str(error.get("message", error))), error.get("code", 0)
+                        raise self._problem(code if isinstance(code, int) else 0, message, task.adapter)
                     choice = event["choices"][0] if event.get("choices") else {}
                     if choice.get("token_ids"):
                         yield SampledPart(choice["token_ids"], choice["logprobs"]["token_logprobs"])
@@ -166,6 +178,14 @@ class Attached:
             key = {SEED: task.seed, POSITION: task.position, TEMPERATURE: task.temperature}
             body |= {"temperature": 0.0, "vllm_xargs": key}
         return body
+
+    def _problem(self, status: int, reason: str, adapter: LoadedAdapter | None) -> Exception:
+        """The exception for an answer of an error's ``status`` to a task of ``adapter``."""
+        if status in BUSY:
+            return VllmBusy(f"the vLLM server at {self.url} takes no requests at present: {reason}")
+        if status == NOT_FOUND and adapter is not None:
+            return AdapterLost(reason)
+        return ServerFault(reason) if status >= SERVER_ERRORS else TaskFailed(reason)
 
     async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         try:

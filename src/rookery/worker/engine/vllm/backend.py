@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rookery import protocol
+from rookery.errors import Unavailable
 from rookery.worker.engine.base import EngineLimits
 from rookery.worker.memory import MemoryUse
 
@@ -72,6 +73,18 @@ class TaskFailed(Exception):
     """vLLM refused or failed one request, for a reason of one line."""
 
 
+class AdapterLost(TaskFailed):
+    """vLLM does not have the adapter of a task: it was restarted, or has unloaded it."""
+
+
+class ServerFault(TaskFailed):
+    """vLLM failed one request by a fault that need not be the request's."""
+
+
+class VllmBusy(Unavailable):
+    """vLLM, or a proxy before it, takes no requests at present."""
+
+
 class Backend(Protocol):
     tempered: bool
     """Whether log-probabilities are those at the request's temperature, not at 1."""
@@ -95,8 +108,8 @@ class Backend(Protocol):
     async def unload(self, adapter: LoadedAdapter) -> None: ...
 
     def sample(self, task: SamplingTask) -> AsyncIterator[SampledPart]:
-        """The task's tokens as they are sampled; cancelled, vLLM aborts it. Raises :class:`TaskFailed`, and
-        ``Unavailable`` when vLLM itself has ended."""
+        """The task's tokens as they are sampled; cancelled, vLLM aborts it. Raises :class:`TaskFailed` or one of its
+        kinds, :class:`VllmBusy`, and ``Unavailable`` when vLLM itself has ended."""
         ...
 
     def kv_cache(self) -> MemoryUse:

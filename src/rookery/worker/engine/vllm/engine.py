@@ -11,6 +11,8 @@ Beyond what every engine promises (``engine.base``):
   computes: ``recompute`` or not, no cache outlives its version.
 * A version is refused where vLLM's log-probabilities of its canary (``model.canary``) are those of the base model
   although its weights are not, or differ from its trainer's by more than a limit: its job pauses with that reason.
+* A request whose adapter vLLM has lost, or that meets a busy or faulty server, continues from its tokens: after the
+  adapter is loaded again, or after growing pauses. A server that stays busy counts as ended.
 * Requests with a ``reserved`` row are scheduled first. There are no objectives of latency.
 * Full-parameter versions are refused.
 """
@@ -21,6 +23,7 @@ import asyncio
 import itertools
 import logging
 import queue
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Coroutine, Mapping
@@ -37,9 +40,18 @@ from rookery.scheduling.worker_time import WorkerTime
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.grammar import ReplyGrammar
 from rookery.worker.engine.request import EngineRequest, validate
-from rookery.worker.engine.vllm.backend import Backend, LoadedAdapter, SampledPart, SamplingTask, TaskFailed
+from rookery.worker.engine.vllm.backend import (
+    AdapterLost,
+    Backend,
+    LoadedAdapter,
+    SampledPart,
+    SamplingTask,
+    ServerFault,
+    TaskFailed,
+    VllmBusy,
+)
 from rookery.worker.memory import MemoryUse, NoRoom, NotOnThisWorker, TooSmall
-from rookery.worker.model.adapter import Projections, read_adapter
+from rookery.worker.model.adapter import ProjectionShapes, read_adapter
 from rookery.worker.model.canary import canary_tokens, mean_difference, read_canary
 from rookery.worker.transfer.http import one_line
 
@@ -49,6 +61,15 @@ T = TypeVar("T")
 
 WAIT_SECONDS = 0.02
 """Longest wait of a step: calls from other threads wait behind it, a decode step on a GPU takes about as long."""
+
+FAULTS, REFUSALS = 3, 8
+"""Times that a request is repeated after a fault of the server, and while it is busy, in about a minute and a half."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 20.0
+"""Seconds before a request is repeated; each pause is twice the one before."""
+
+REPEATED = (AdapterLost, ServerFault, VllmBusy)
+"""Problems after which a request is repeated."""
 
 OVERFLOW = "the logits are not numbers: the adapter's weights overflow"
 
@@ -61,19 +82,21 @@ class VllmEngine:
         self,
         backend: Backend,
         vocabulary: int,
+        context: int,
         chat: Chat,
-        projections: Projections | None = None,
+        projections: ProjectionShapes | None = None,
         *,
         gap_alarm: float,
         gap_limit: float,
     ) -> None:
-        """Starts ``backend``. ``chat`` decodes texts for stop strings and encodes the canary; adapters are checked
-        against ``projections``, if given. ``gap_alarm`` and ``gap_limit``: mean differences from the trainer's canary,
-        in nats per token, that are logged and refused. Raises ``UserError``, or ``Unavailable`` for a server that does
-        not answer."""
+        """Starts ``backend``, whose context may be shorter than the model's ``context``. ``chat`` decodes texts for
+        stop strings and encodes the canary; adapters are checked against ``projections``, if given. ``gap_alarm`` and
+        ``gap_limit``: mean differences from the trainer's canary, in nats per token, that are logged and refused.
+        Raises ``UserError``, or ``Unavailable`` for a server that does not answer."""
         self.generated = 0
+        self.longest_pause = LONGEST_PAUSE
         self._backend = backend
-        self._vocabulary = vocabulary
+        self._vocabulary, self._context = vocabulary, context
         self._decode = chat.decode
         self._canary_tokens = canary_tokens(chat.encode)
         self._projections = projections
@@ -88,18 +111,26 @@ class VllmEngine:
         self._base_canary = self._canary(None)
         self._requests: dict[str, EngineRequest] = {}
         self._undrained: dict[str, EngineRequest] = {}
-        self._tasks: dict[str, tuple[str, Future[None]]] = {}
-        """The name in vLLM of a request's present task, and what carries it out."""
+        self._tasks: dict[str, tuple[SamplingTask, Future[None]]] = {}
+        """A request's present task, and what carries it out."""
         self._parts: queue.SimpleQueue[tuple[str, str, SampledPart | Exception | None]] = queue.SimpleQueue()
         """Request, name of the task, and its next tokens, its error or its end."""
         self._adapters: dict[str, LoadedAdapter] = {}
         """By hash, the least recently used first."""
         self._users: Counter[str] = Counter()
         """Requests by adapter."""
+        self._repeats: Counter[str] = Counter()
+        """By request, how often it was repeated since its last token."""
+        self._process = secrets.token_hex(4)
+        """In the names of this process's adapters: a server may have those of others."""
         self._evicting: set[str] = set()
         """Adapters to be unloaded when their last request ends."""
 
     # --- the engine protocol ----------------------------------------------------------------------------------------
+
+    @property
+    def longest_text(self) -> int:
+        return self.limits.max_context
 
     @property
     def active(self) -> int:
@@ -160,16 +191,7 @@ class VllmEngine:
             raise TooSmall(f"{ref.policy}: rank {ref.rank} is over {limit}; raise ROOKERY_MAX_RANK")
         if len(self._adapters) >= self._backend.max_adapters:
             self._make_room()
-        weights = read_adapter(folder, self._projections).weights if self._projections is not None else {}
-        number = next(self._numbers)
-        adapter = LoadedAdapter(f"rookery-{ref.hash[:16]}-{number}", number, folder)
-        self._wait(self._backend.load(adapter))
-        try:
-            self._check(ref, adapter, changes=any(bool(b.any()) for _, b in weights.values()))
-        except UserError:
-            self._wait(self._backend.unload(adapter))
-            raise
-        self._adapters[ref.hash] = adapter
+        self._adapters[ref.hash] = self._load(ref, folder)
 
     def evict_adapter(self, key: str) -> None:
         if key in self._adapters:
@@ -180,6 +202,10 @@ class VllmEngine:
         if generate.request in self._requests:
             raise ValueError(f"request {generate.request} is already running")
         validate(generate, self._vocabulary, self.limits.max_context)
+        longest = min(len(generate.prompt) + generate.max_tokens, self._context)
+        if longest > self.limits.max_context:  # another worker may sample all of it
+            held = f"vLLM holds {self.limits.max_context} here"
+            raise TooSmall(f"a prompt of {len(generate.prompt)} with an answer has up to {longest} tokens; {held}")
         if generate.logits is not None:
             raise NotOnThisWorker("vLLM workers do not change logits: top_p, schemas and the like need another engine")
         if not self._backend.tempered and generate.temperature not in (0.0, 1.0):
@@ -235,6 +261,34 @@ class VllmEngine:
 
     # --- adapters ---------------------------------------------------------------------------------------------------
 
+    def _load(self, ref: protocol.AdapterRef, folder: Path) -> LoadedAdapter:
+        """Load an adapter under a new name, and compare its canary. Raises ``UserError``."""
+        weights = read_adapter(folder, self._projections).weights if self._projections is not None else {}
+        number = next(self._numbers)
+        adapter = LoadedAdapter(f"rookery-{ref.hash[:16]}-{self._process}-{number}", number, folder)
+        self._wait(self._backend.load(adapter))
+        try:
+            self._check(ref, adapter, changes=any(bool(b.any()) for _, b in weights.values()))
+        except UserError:
+            self._wait(self._backend.unload(adapter))
+            raise
+        return adapter
+
+    def _load_again(self, request: EngineRequest, lost: LoadedAdapter | None) -> None:
+        """Load the adapter of a request whose task did not find it as ``lost``, unless that was done for another one.
+        Raises ``UserError``; then it is not attached."""
+        key, ref = request.key, request.params.adapter
+        if lost is None or ref is None or self._adapters.get(key) is not lost:
+            return
+        log.warning("vLLM has lost version %s of %s: it is loaded again", ref.version, ref.policy)
+        try:
+            self._adapters[key] = self._load(ref, lost.folder)
+        except UserError:
+            del self._adapters[key]
+            self._evicting.discard(key)
+            self._gaps.pop(key, None)
+            raise
+
     def _check(self, ref: protocol.AdapterRef, adapter: LoadedAdapter, *, changes: bool) -> None:
         """Compare the canary. Raises ``UserError``; ``changes``: the version is not the base model."""
         found, expected = self._canary(adapter), read_canary(adapter.folder)
@@ -247,12 +301,13 @@ class VllmEngine:
             raise UserError(
                 f"{name} has a canary of {len(expected)} tokens, not {len(found)}: it is of another base model"
             )
-        gap = self._gaps[ref.hash] = mean_difference(found, expected)
+        gap = mean_difference(found, expected)
         if gap > self._gap_limit:
             says = f"log-probabilities differ from the trainer's by {gap:.2f} nats per token"
             raise UserError(f"{name}: vLLM's {says}, more than ROOKERY_ENGINE_GAP_LIMIT allows ({self._gap_limit:g})")
         if gap > self._gap_alarm:
             log.warning("%s: vLLM's log-probabilities differ from the trainer's by %.3f nats per token", name, gap)
+        self._gaps[ref.hash] = gap
 
     def _canary(self, adapter: LoadedAdapter | None) -> list[float]:
         """The canary's log-probabilities in vLLM."""
@@ -290,8 +345,8 @@ class VllmEngine:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def _start(self, request: EngineRequest) -> None:
-        """A task for the rest of the text, under the request's present version."""
+    def _start(self, request: EngineRequest, pause: float = 0.0) -> None:
+        """A task for the rest of the text, under the request's present version, after ``pause`` seconds."""
         order = request.params
         if request.key:
             self._adapters[request.key] = self._adapters.pop(request.key)  # the most recently used one
@@ -308,13 +363,14 @@ class VllmEngine:
             scored=request.scored_positions if request.prompt_logprobs is None else range(0),
             top_logprobs=order.top_logprobs,
         )
-        future = asyncio.run_coroutine_threadsafe(self._sample(order.request, task), self._loop)
-        self._tasks[order.request] = task.name, future
+        future = asyncio.run_coroutine_threadsafe(self._sample(order.request, task, pause), self._loop)
+        self._tasks[order.request] = task, future
 
-    async def _sample(self, request: str, task: SamplingTask) -> None:
+    async def _sample(self, request: str, task: SamplingTask, pause: float) -> None:
         """In the loop: forward the task's parts to ``step``."""
         end: Exception | None = None
         try:
+            await asyncio.sleep(pause)
             async for part in self._backend.sample(task):
                 self._parts.put((request, task.name, part))
         except Exception as error:  # raised by the step that meets it
@@ -327,7 +383,7 @@ class VllmEngine:
         future.cancel()
 
     def _apply(self, name: str, task: str, part: SampledPart | Exception | None) -> None:
-        if self._tasks.get(name, ("",))[0] != task:
+        if name not in self._tasks or self._tasks[name][0].name != task:
             return
         request = self._requests[name]
         if isinstance(part, SampledPart):
@@ -340,9 +396,14 @@ class VllmEngine:
                 else:
                     request.append(token, logprob, self.limits.max_context)
                     self.generated += 1
+                    self._repeats.pop(name, None)
                 if request.finish:
                     break
             self._undrained[name] = request
+        elif isinstance(part, REPEATED) and self._repeats[name] < (
+            FAULTS if isinstance(part, ServerFault) else REFUSALS
+        ):
+            self._repeat(request, part)
         elif isinstance(part, Unavailable):
             raise part
         else:
@@ -351,12 +412,34 @@ class VllmEngine:
         if request.finish:
             self._finish(request)
 
+    def _repeat(self, request: EngineRequest, problem: Exception) -> None:
+        """Another task for a request whose last one met this problem."""
+        name = request.params.request
+        task, _ = self._tasks[name]
+        self._cancel(name)
+        self._repeats[name] += 1
+        repeats, lost = self._repeats[name], isinstance(problem, AdapterLost)
+        try:
+            if lost:
+                self._load_again(request, task.adapter)
+            if request.key and request.key not in self._adapters:
+                raise UserError(f"vLLM has lost its adapter: {one_line(problem)}")
+        except VllmBusy as busy:
+            log.info("request is repeated: %s", one_line(busy), extra={"request": name})
+        except UserError as error:
+            request.finish, request.error = "error", one_line(error)
+            return
+        pause = 0.0 if lost and repeats == 1 else min(FIRST_PAUSE * 2 ** (repeats - 1), self.longest_pause)
+        log.info("request is repeated in %.1f s: %s", pause, one_line(problem), extra={"request": name})
+        self._start(request, pause)
+
     def _finish(self, request: EngineRequest) -> None:
         """Removes a finished request; ``drain`` returns its last chunk."""
         name = request.params.request
         if name in self._tasks:
             self._cancel(name)
         del self._requests[name]
+        self._repeats.pop(name, None)
         self._undrained[name] = request
         self._release(request.key)
 

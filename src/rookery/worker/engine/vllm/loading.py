@@ -6,15 +6,17 @@ import json
 import logging
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
-from rookery.tokenization.registry import WEIGHTS, config_path
+from rookery.tokenization.registry import WEIGHTS, config_path, recorded_projections
 from rookery.worker import memory
 from rookery.worker.engine.vllm.attached import Attached
 from rookery.worker.engine.vllm.backend import Backend
@@ -40,21 +42,22 @@ def load_vllm(folder: Path, settings: Settings, dtype: str, cache_bytes: int | N
         backend = Attached(settings)
     else:
         backend = InProcess(lambda: published(folder), settings, dtype, cache_bytes)
-    try:
-        projections = DecoderConfig.read(folder)
-    except UserError:
-        projections = None  # of a family that the native decoder does not know: vLLM checks adapters
-    vocabulary = json.loads(config_path(folder).read_text(encoding="utf-8"))["vocab_size"]
+    native = None
+    with suppress(UserError):  # of a family that the native decoder does not know
+        native = DecoderConfig.read(folder)
+    config = AutoConfig.for_model(**json.loads(config_path(folder).read_text(encoding="utf-8")))
+    text = config.get_text_config(decoder=True)  # nested where a model also reads images
     engine = VllmEngine(
         backend,
-        vocabulary,
+        text.vocab_size,
+        text.max_position_embeddings,
         Chat.load(folder),
-        projections,
+        native or recorded_projections(folder),
         gap_alarm=GAP_ALARM_NATS,
         gap_limit=settings.engine.engine_gap_limit,
     )
-    if settings.engine.vllm_url and projections is not None:
-        _probe_rank(engine, projections, settings)
+    if settings.engine.vllm_url and native is not None:
+        _probe_rank(engine, native, settings)
     log.info("vLLM serves %s: %s", folder.name, engine.limits)
     return engine
 
