@@ -23,6 +23,7 @@ from tests.server.test_api import end_of
 from tests.support.faces import MODEL, ScriptedWorker, job, served, tokenizer
 from tests.support.peers import eventually
 from tests.support.small_model import save_small_model
+from tests.support.waiting import until
 
 from rookery import protocol
 from rookery.server.launcher import EmbeddedService
@@ -344,9 +345,10 @@ def test_echo_scores_the_prompt_as_the_engine_samples_it(face: Open) -> None:
 
 
 async def test_engines_that_cannot_change_logits_refuse_at_the_door(tmp_path: Path) -> None:
+    """Not where a worker of the model has an engine that can."""
     with served(tmp_path) as service:
-        worker = ScriptedWorker.of(service)
-        worker.engine = "vllm"
+        worker, able = ScriptedWorker.of(service), ScriptedWorker.of(service)
+        worker.engine, able.engine, able.name = "vllm", "native", "able"
         url = f"{service.url}/v1"
         with worker:
             async with AsyncOpenAI(base_url=url, api_key=service.key, max_retries=0) as client:
@@ -357,6 +359,9 @@ async def test_engines_that_cannot_change_logits_refuse_at_the_door(tmp_path: Pa
                     ):
                         await client.chat.completions.create(model=MODEL, messages=HELLO, **asked)  # type: ignore[call-overload]
                 assert (await client.chat.completions.create(model=MODEL, messages=HELLO)).choices
+                with able, httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as admin:
+                    until(lambda: admin.get("/api/v1/workers").text.count('"serving"') == 2)
+                    assert (await client.chat.completions.create(model=MODEL, messages=HELLO, top_p=0.5)).choices
 
 
 def test_chunks_of_a_stream_have_every_token_once(face: Open) -> None:

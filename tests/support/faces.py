@@ -79,6 +79,8 @@ class ScriptedWorker:
         self._replies = [[*tokenizer.encode(text).ids, tokenizer.token_to_id("<|im_end|>")] for text in replies]
         self._steps = 0
         self.engine = ""
+        """``vllm``: one that changes no logits."""
+        self.name = "scripted"
         self.gauges: dict[str, float] = {}
         """Of its next heartbeats."""
         self.read: dict[str, bytes] = {}
@@ -108,7 +110,7 @@ class ScriptedWorker:
 
     def _hello(self) -> protocol.Hello:
         return protocol.Hello(
-            protocol=protocol.PROTOCOL, name="scripted", instance="scripted", model=MODEL, model_hash="0" * 64,
+            protocol=protocol.PROTOCOL, name=self.name, instance=self.name, model=MODEL, model_hash="0" * 64,
             roles=["rollout", "train"], max_rows=64, max_context=512, max_rank=64, device="cpu", dtype="none",
             engine=self.engine,
         )  # fmt: skip
@@ -156,6 +158,11 @@ class ScriptedWorker:
 
     async def _reply(self, message: protocol.ToWorker, http: httpx.AsyncClient, epoch: int) -> protocol.Message | None:
         match message:
+            case protocol.Generate(logits=logits) if logits is not None and self.engine == "vllm":
+                chunk = msgspec.structs.replace(
+                    self._chunk(message), tokens=[], logprobs=[], top_logprobs=[], finish="abort", error="no logits"
+                )
+                return protocol.Output(epoch=epoch, chunks=[chunk])
             case protocol.Generate():
                 if message.adapter is not None:
                     await self._pull(http, message.adapter)

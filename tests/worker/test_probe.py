@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -86,6 +87,30 @@ def test_the_documentation_lists_the_families_that_were_tried() -> None:
 def test_a_model_that_computes_otherwise_is_not_accepted(family: str) -> None:
     with pytest.raises((Unfaithful, RuntimeError, ValueError, TypeError, AttributeError, UserError)):
         tried(family)
+
+
+@pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fault", ["prefill", "decode", "adapter"])
+def test_each_part_of_a_pass_is_tried(fault: str, number: torch.dtype) -> None:
+    """A prompt, a decode step, and a LoRA, of a model that is otherwise right."""
+    model = TransformersModel(small_model("mixtral", tiny_config("mixtral")).to(number))
+    loras = LoraManager(model.projections, model.dtype, model.device, 8)
+    runner = transformers_runner(model, loras, 1 << 26)
+    try_engine(model, runner, loras)
+    broken = {"prefill": "prefill", "decode": "decode", "adapter": "prepare_adapters"}[fault]
+    original = getattr(runner, broken)
+
+    def wrong(argument: Any) -> Any:
+        if fault == "adapter":
+            return original([""])
+        result = original(argument)
+        for values in result[:1] if fault == "prefill" else [result]:
+            values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(0)))
+        return result
+
+    setattr(runner, broken, wrong)
+    with pytest.raises(Unfaithful, match="logits"):
+        try_engine(model, runner, loras)
 
 
 def test_a_refused_model_is_refused_in_one_line_from_then_on(tmp_path: Path) -> None:

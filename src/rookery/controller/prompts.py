@@ -97,16 +97,16 @@ def answer_room(fleet: Fleet, model: str, context: int, prompt: int) -> int:
 
 
 def check_logits(fleet: Fleet, target: Target, logits: protocol.LogitsParams | None) -> None:
-    """Whether the engines of the target's model change logits as asked. Raises :class:`UserError`."""
+    """Whether an engine of the target's model changes logits as asked; workers whose engine does not pass the request on.
+    Raises :class:`UserError`."""
     if logits is None:
         return
-    workers = [worker for worker in fleet.all() if worker.has_role("rollout", target.model)]
-    unable = {worker.hello.engine for worker in workers} & UNCHANGED_LOGITS
-    if unable:
+    engines = {worker.hello.engine for worker in fleet.all() if worker.has_role("rollout", target.model)}
+    if engines and engines <= UNCHANGED_LOGITS:
         asked = ", ".join(name for name in logits.__struct_fields__ if getattr(logits, name) != _default(name))
         raise UserError(
-            f"{asked}: a worker of {target.model} runs the engine {min(unable)}, which does not support it; leave"
-            " it out, or use native or transformers engines"
+            f"{asked}: the workers of {target.model} run the engine {min(engines)}, which does not support it; leave"
+            " it out, or add a worker with the native or transformers engine"
         )
 
 
