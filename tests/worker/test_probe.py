@@ -97,18 +97,18 @@ def test_each_part_of_a_pass_is_tried(fault: str, number: torch.dtype) -> None:
     loras = LoraManager(model.projections, model.dtype, model.device, 8)
     runner = transformers_runner(model, loras, 1 << 26)
     try_engine(model, runner, loras)
-    broken = {"prefill": "prefill", "decode": "decode", "adapter": "prepare_adapters"}[fault]
-    original = getattr(runner, broken)
+    of, name = (loras, "batch_product") if fault == "adapter" else (runner, fault)
+    original = getattr(of, name)
 
-    def wrong(argument: Any) -> Any:
+    def wrong(argument: Any, *counts: Any) -> Any:
         if fault == "adapter":
-            return original([""])
+            return original(["" for _ in argument], *counts)
         result = original(argument)
         for values in result[:1] if fault == "prefill" else [result]:
             values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(0)))
         return result
 
-    setattr(runner, broken, wrong)
+    setattr(of, name, wrong)
     with pytest.raises(Unfaithful, match="logits"):
         try_engine(model, runner, loras)
 

@@ -97,8 +97,8 @@ def answer_room(fleet: Fleet, model: str, context: int, prompt: int) -> int:
 
 
 def check_logits(fleet: Fleet, target: Target, logits: protocol.LogitsParams | None) -> None:
-    """Whether an engine of the target's model changes logits as asked; workers whose engine does not pass the request on.
-    Raises :class:`UserError`."""
+    """Whether an engine of the target's model changes logits as asked; workers whose engine does not pass the request
+    on. Raises :class:`UserError`."""
     if logits is None:
         return
     engines = {worker.hello.engine for worker in fleet.all() if worker.has_role("rollout", target.model)}
