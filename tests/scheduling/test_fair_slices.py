@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.draws import examples
 
-from rookery.scheduling.fair_slices import fair_amount, fair_items, in_turns
+from rookery.scheduling.fair_slices import ServedItems, fair_amount, fair_items, in_turns, most_rows, next_row, shares
 
 TENANTS = "abcd"
 tenants = st.lists(st.sampled_from(TENANTS), min_size=1, max_size=80)
@@ -93,3 +93,56 @@ def test_a_tenant_of_twice_the_weight_has_two_items_per_turn() -> None:
 def test_unknown_costs_bound_nothing() -> None:
     assert len(fair_items(list("aaab"), no_weights, lambda count: 0.0)) == 4
     assert len(fair_items(list("aaaaabb"), no_weights, lambda count: 1e9 * count**2)) == 4, "as many as the smallest"
+
+
+def serve(served: ServedItems, items: list[str], room: int, given: dict[str, float]) -> Counter[str]:
+    """A slice with room for so many items."""
+    fair = [items[at] for at in fair_items(items, given, lambda count: 0.0, served.begin(items))]
+    chosen = Counter(fair[at] for at in served.order(fair, given)[:room])
+    served.end(chosen, Counter(items) - chosen, given)
+    return chosen
+
+
+@given(st.integers(1, 4), st.integers(1, 9), weights, st.integers(0, 20))
+@settings(max_examples=examples(100))
+def test_tenants_take_turns_where_a_slice_has_not_room_for_all(
+    count: int, room: int, given: dict[str, float], before: int
+) -> None:
+    """The last of them comes after so many slices of the others, and has no credit for these."""
+    served, names = ServedItems(), TENANTS[:count]
+    items = [tenant for tenant in names for _ in range(40)]
+    for _ in range(before):
+        serve(served, [item for item in items if item != names[-1]] or items, room, given)
+    total = sum((serve(served, items, room, given) for _ in range(60)), Counter[str]())
+    got = [total[tenant] / given.get(tenant, 1.0) for tenant in names]
+    assert max(got) - min(got) <= 2 / min(given.get(tenant, 1.0) for tenant in names) + 1e-9
+
+
+@given(st.integers(1, 64), st.lists(st.sampled_from(TENANTS), max_size=100), st.dictionaries(
+    st.sampled_from(TENANTS), st.integers(0, 64)
+), weights)  # fmt: skip
+@settings(max_examples=examples(200))
+def test_a_tenant_below_its_share_of_rows_waits_for_none_of_anothers(
+    rows: int, waiting: list[str], held: dict[str, int], given: dict[str, float]
+) -> None:
+    held, waiting, before = Counter(held), list(waiting), Counter(held)
+    share = shares({*waiting, *+Counter(held)}, given, rows) if waiting else {}
+    while (at := next_row(waiting, held, given, rows)) is not None:
+        tenant = waiting.pop(at)
+        assert tenant not in waiting[:at], "a tenant's requests keep their order"
+        assert held[tenant] < share[tenant] or held.total() < rows
+        held[tenant] += 1
+    assert held.total() <= max(before.total(), most_rows(rows))
+    if held.total() < rows:
+        assert not waiting
+    if held.total() < most_rows(rows) and len({*waiting, *+held}) > 1:
+        assert all(held[tenant] >= share[tenant] for tenant in waiting)
+
+
+def test_rows_are_divided_among_those_that_want_some() -> None:
+    assert shares("ab", {}, 64) == {"a": 32, "b": 32}
+    assert shares("ab", {"a": 3.0}, 64) == {"a": 48, "b": 16}
+    assert shares("abc", {}, 2) == {"a": 1, "b": 1, "c": 1}
+    assert next_row("llls", {"l": 64}, {}, 64) == 3 and next_row("lll", {"l": 64}, {}, 64) is None
+    assert next_row("ls", {"l": 64, "s": 32}, {}, 64) is None, "half as many beyond"
+    assert next_row("ls", {"l": 31, "s": 32}, {}, 64) == 0

@@ -209,6 +209,9 @@ class Sleeping:
     def tenants(self) -> dict[str, int]:
         return {self.tenant: 1}
 
+    def sharing(self) -> dict[str, int]:
+        return self.tenants()
+
     def tenant_tokens(self) -> dict[str, float]:
         return {self.tenant: 1.0}
 

@@ -325,7 +325,8 @@ class Compute:
 
     def _divide(self, core: WorkerCore) -> None:
         """The shares of engine and trainer. A tenant whose rollouts all wait for rows uses no time."""
-        having_rows = [tenant for tenant, rows in self._rows(core).items() if rows]
+        rows = self._halves[0].rows
+        having_rows = [name for name in rows if rows[name]] if self._lane is not None else core.engine.sharing()
         core.gate.trained = core.queue.tenants()
         for part, share in zip(self._slices, core.time.divide(having_rows, core.gate.trained), strict=True):
             part.share = len(self._slices) * share
@@ -358,7 +359,8 @@ class Compute:
                 self._plan.on_trainer(used.present, core.queue.tenant_tokens(), trained, threads, rows)
             else:
                 kind, size, seconds = core.gate.last
-                self._plan.on_engine(kind, size, seconds, threads, core.engine.tenant_tokens())
+                tokens = core.engine.tenant_tokens() if core.engine.tenants() else {}  # the planner knows no clients
+                self._plan.on_engine(kind, size, seconds, threads, tokens)
 
     def _charge(self, core: WorkerCore, used: TimeSlice) -> None:
         """The time since the last call is that of ``used``."""

@@ -3,9 +3,11 @@ on it."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from tests.worker.engine.test_engine import finish, order
-from tests.worker.engine.test_slo_gate import Clock, filled, gated, tokens
+from tests.worker.engine.test_slo_gate import Clock, chat, filled, gated, tokens
 
 from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.core import WorkerCore
@@ -109,3 +111,95 @@ def test_weights_of_rollouts_divide_a_decode_step_where_nothing_trains() -> None
     grown = {name: count - before[name] for name, count in tokens(engine).items()}
     assert core.time.weights == {"light": 1.0, "heavy": 3.0}
     assert engine.tenant_tokens() == {"light": 1, "heavy": 3} and sum(grown.values()) == 4
+
+
+def grown(engine: NativeEngine, before: dict[str, int]) -> set[str]:
+    """The requests that have more tokens than before."""
+    return {name for name, count in tokens(engine).items() if count > before.get(name, 0)}
+
+
+def test_a_step_with_a_chat_takes_rollouts_of_all_tenants_in_turns() -> None:
+    """In order of admission the small tenant's would have none."""
+    engine = gated(Clock())
+    submit(engine, "large", LARGE - 1)
+    submit(engine, "small", SMALL)
+    engine.submit(chat(max_tokens=50))
+    start(engine, SMALL + LARGE)
+    for _ in range(4):
+        before = tokens(engine)
+        assert engine.step()
+        assert {"chat", "small0", "small1"} < grown(engine, before)
+        assert engine.tenant_tokens()["small"] == SMALL, "rollouts' time has its tenants"
+
+
+def test_where_a_chat_leaves_room_for_one_rollout_tenants_take_turns() -> None:
+    clock = Clock()
+    engine = gated(clock)
+    submit(engine, "large", LARGE, max_tokens=60)
+    submit(engine, "small", 1, max_tokens=60)
+    engine.submit(chat(max_tokens=60))
+    start(engine, LARGE + 2)
+    had = Counter[str]()
+    for _ in range(20):
+        clock.now = engine.gate.tracked["chat"].due - 0.026  # a step of two rows takes 25 ms
+        before = tokens(engine)
+        assert engine.step()
+        [rollout] = grown(engine, before) - {"chat"}
+        had[rollout[:5]] += 1
+    assert had == {"large": 10, "small": 10}
+
+
+@pytest.mark.parametrize("long", [20, 100])
+def test_a_prompt_joins_a_chats_behind_others_that_came_before(long: int) -> None:
+    """Prompts of the large tenant fill the slice, or do not fit into it."""
+    engine = gated(Clock(), prefill_tokens=64)
+    submit(engine, "large", 3, prompt=list(range(1, long + 1)), shared_prefix=0)
+    submit(engine, "small", 1, prompt=list(range(1, 9)), shared_prefix=0)
+    engine.submit(chat(prompt=list(range(1, 9)), shared_prefix=0))
+    assert engine.step()
+    assert tokens(engine)["chat"] == tokens(engine)["small0"] == 1
+
+
+def test_a_tenant_below_its_share_gets_rows_while_another_has_them_all() -> None:
+    engine = gated(Clock())
+    submit(engine, "large", 10)
+    start(engine, 8)
+    submit(engine, "small", 6)
+    engine.step()
+    held = Counter(name[:5] for name in tokens(engine))
+    assert held == {"large": 8, "small": 4} and engine.waiting == 4, "half as many rows in all, and half of its share"
+    before, generated = tokens(engine), engine.generated
+    while not {f"small{number}" for number in range(4)} <= grown(engine, before):
+        generated = engine.generated
+        assert engine.step()
+    assert engine.generated - generated <= engine.limits.max_rows
+
+
+def test_an_interactive_request_takes_one_row_of_the_tenant_with_the_most() -> None:
+    engine = gated(Clock())
+    submit(engine, "large", 8)
+    start(engine, 8)
+    submit(engine, "small", 2)
+    engine.step()
+    engine.submit(chat())
+    engine.step()
+    assert Counter(name[:5] for name in tokens(engine)) == {"large": 7, "small": 2, "chat": 1}
+    assert engine.stats["preempted"] == 1
+
+
+@pytest.mark.parametrize("rows", [3, 4, 5])
+def test_texts_are_the_same_bits_in_rows_beyond_and_with_a_chat(rows: int) -> None:
+    def crowded() -> NativeEngine:
+        engine = gated(Clock(), max_rows=rows)
+        submit(engine, "large", LARGE)
+        engine.step()
+        submit(engine, "small", SMALL)
+        engine.submit(chat(max_tokens=12))
+        return engine
+
+    together = finish(crowded())
+    for tenant, count in (("small", SMALL), ("large", LARGE)):
+        engine = gated(Clock())
+        submit(engine, tenant, count)
+        for name, (text, last) in finish(engine).items():
+            assert together[name][0] == text and together[name][1].finish == last.finish

@@ -19,7 +19,7 @@ Engines are not thread-safe: the thread that calls ``step`` makes all other call
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -73,9 +73,13 @@ class Engine(Protocol):
         are there."""
         ...
 
+    def sharing(self) -> Collection[str]:
+        """The tenants among which the engine's time is divided: those whose rollouts have rows, or whose clients that
+        state no objective."""
+        ...
+
     def tenant_tokens(self) -> Mapping[str, float]:
-        """Tokens of rollouts in the present slice, or the last one, by tenant. Empty while requests of clients are
-        there."""
+        """Tokens of rollouts in the present slice, or the last one, by tenant."""
         ...
 
     def share_time(self, time: WorkerTime) -> None:

@@ -1,9 +1,10 @@
 """Admission: which requests run and which wait, and where the caches of the running ones are.
 
 * In the requests' ``order``, among equals first come, first served, up to ``max_rows`` and the cache's budget; beyond,
-  requests wait. When growing texts fill the budget, the youngest request is preempted: it returns to the head of the
-  queue.
-* Requests with a ``reserved`` row wait ahead of the others and preempt them, the youngest first. While there are any,
+  requests wait. A tenant with less than its share of the rows goes first, and beyond ``max_rows`` while the cache has
+  room (:func:`rookery.scheduling.fair_slices.next_row`). When growing texts fill the budget, the youngest request of
+  those beyond their tenants' shares is preempted: it returns to the head of the queue.
+* Requests with a ``reserved`` row wait ahead of the others and preempt them in the same order. While there are any,
   rollouts leave a headroom of the cache; when requests with reserved rows need more, the rollouts' part is halved and
   the youngest beyond it are given back, to run on other workers (:class:`rookery.scheduling.slo.CacheBudget`).
 * A group's prompt is cached once for all its members, and retained after them while there is room; so is the tail of an
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rookery.scheduling.fair_slices import fair_amount, in_turns
+from rookery.scheduling.fair_slices import ServedItems, fair_amount, in_turns, next_row, shares
 from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.kv_cache import KVSlot, SegmentStore
@@ -41,7 +42,9 @@ class PrefillSlice:
     tenants: Counter[str] = field(default_factory=Counter)
     """Its tokens by tenant …"""
     clients: Counter[str] = field(default_factory=Counter)
-    """… and those of clients among them."""
+    """… those of clients among them …"""
+    rollouts: Counter[str] = field(default_factory=Counter)
+    """… and those of rollouts, to which clients beyond their share count."""
     _widest: int = 0
     _keys: int = 0
 
@@ -56,11 +59,18 @@ class PrefillSlice:
         return padded <= self.max_tokens and self._keys + before + count <= self.max_keys
 
     def add(
-        self, target: EngineRequest | SharedPrefix, chunk: SequenceChunk, tenant: str, *, client: bool = False
+        self,
+        target: EngineRequest | SharedPrefix,
+        chunk: SequenceChunk,
+        tenant: str,
+        *,
+        client: bool = False,
+        rollout: bool = True,
     ) -> None:
         count = len(chunk.tokens)
         self.tenants[tenant] += count
         self.clients[tenant] += count if client else 0
+        self.rollouts[tenant] += count if rollout else 0
         self._widest = max(self._widest, count)
         self._keys += chunk.prefix_length + chunk.start + count
         self.work.append((target, chunk))
@@ -112,6 +122,8 @@ class Admission:
         self._budget = gate.cache_budget(store.tokens)
         self._stats = stats
         self._prefixes: dict[tuple[str, tuple[int, ...]], SharedPrefix] = {}
+        self._prefilled = ServedItems()
+        """Prompt tokens of rollouts."""
 
     @property
     def served(self) -> list[EngineRequest]:
@@ -132,13 +144,18 @@ class Admission:
         """Admits waiting requests as far as there are rows and memory. Returns rollouts that leave this worker, for
         the caller to end."""
         leaving: list[EngineRequest] = []
+        rows = max(self._max_rows, len(self.running))  # a request with a reserved row takes one rollout's
         if self._budget is not None:
             self._budget.observe(self._held(reserved=True))
         while self.waiting:
             request = self.waiting[0]
-            free = len(self.running) < self._max_rows
+            if request.params.reserved:
+                free = len(self.running) < rows
+            elif free := (at := self._next_rollout()) is not None:
+                request = self.waiting[at]
             if free and self._within_budget(request, leaving) and self._allocate(request):
-                self.running.append(self.waiting.popleft())
+                self.running.append(request)
+                self.waiting.remove(request)
             elif request.params.reserved and any(not row.params.reserved for row in self.running):
                 self._preempt(self._youngest())
             elif not self.running and self._store.retained:
@@ -146,6 +163,15 @@ class Admission:
             else:
                 break
         return leaving
+
+    def _next_rollout(self) -> int | None:
+        """The position of the waiting request that gets the next row, where none has a reserved one; None: there is no
+        row for any."""
+        held = Counter(row.params.tenant for row in self.running)
+        return next_row([row.params.tenant for row in self.waiting], held, self._weights(), self._max_rows)
+
+    def _weights(self) -> dict[str, float]:
+        return {row.params.tenant: row.params.weight for row in (*self.running, *self.waiting)}
 
     def _within_budget(self, request: EngineRequest, leaving: list[EngineRequest]) -> bool:
         """Whether a rollout fits the budget of rollouts; the first one always does. A request with a reserved row does,
@@ -181,8 +207,13 @@ class Admission:
             self._budget.on_version(adapter.policy, adapter.version)
 
     def _youngest(self) -> EngineRequest:
-        """The request to preempt; one with a reserved row only if all have one."""
-        return next((row for row in reversed(self.running) if not row.params.reserved), self.running[-1])
+        """The request to preempt: one with a reserved row only if all have one, and a rollout of a tenant that has no
+        more than its share of the rows only if no tenant has more."""
+        rollouts = [row for row in self.running if not row.params.reserved]
+        held = Counter(row.params.tenant for row in rollouts)
+        share = shares(held, self._weights(), self._max_rows)
+        beyond = [row for row in rollouts if held[row.params.tenant] > share[row.params.tenant]]
+        return (beyond or rollouts or self.running)[-1]
 
     def _preempt(self, request: EngineRequest) -> None:
         """Moves a running request to the head of the queue of its kind."""
@@ -259,24 +290,27 @@ class Admission:
         """Requests of clients, then the oldest, then others of its adapter, since every adapter in a slice costs
         separate products, then the remaining ones. Then the prefixes of waiting requests: rows become free one by one,
         and a slice for each one's prompt costs twice as much as its share of one slice for several. With ``max_tokens``
-        it is empty only if no served row needs a prefill. Rollouts of several tenants take turns in as many tokens as
-        leave each its fair share of ``time``; since chunks are padded to the widest, each has an equal part of them."""
+        it is empty only if no served row needs a prefill. Rollouts of several tenants take turns: next to clients those
+        that fit; else in as many tokens as leave each its fair share of ``time``, and since chunks are padded to the
+        widest, each has an equal part of them."""
         lora, is_client = self._loras.lora_key, self._gate.is_client
         rows = [row for row in self.served if not row.prefilled]
         rows.sort(key=lambda row: not is_client(row))
         first: dict[int, EngineRequest] = {}
         for row in sorted(rows, key=lambda row: (not is_client(row), row.key != rows[0].key)):
             first.setdefault(id(row.prefill_target), row)
-        rows, widest = list(first.values()), max_tokens
-        if rows and max_tokens and not is_client(rows[0]):
-            missing = Counter[str]()
-            for row in rows:
-                missing[row.params.tenant] += row.prefill_target.missing
-            weights = time.weights_within(missing)
+        clients = [row for row in first.values() if is_client(row)]
+        rollouts = [row for row in first.values() if not is_client(row)]
+        missing = Counter[str]()
+        for row in rollouts:
+            missing[row.params.tenant] += row.prefill_target.missing
+        weights, widest = time.weights_within(missing), max_tokens
+        if max_tokens and rollouts and not clients:
             cost = partial(self._gate.costs.predict, "prefill")
             max_tokens = min(max_tokens, max(LEAST_PREFILL, fair_amount(missing, weights, cost, max_tokens)))
             widest = max(1, max_tokens // len(missing))
-            rows = [rows[at] for at in in_turns([row.params.tenant for row in rows], weights)]
+        order = in_turns([row.params.tenant for row in rollouts], weights, self._prefilled.begin(missing))
+        rows = [*clients, *(rollouts[at] for at in order)]
         plan = PrefillSlice(max_tokens, max_keys)
         for row in rows if max_tokens else ():
             target = row.prefill_target
@@ -284,9 +318,14 @@ class Admission:
             start, count = target.filled, min(target.missing, widest)
             before = start + (len(prefix.tokens) if prefix is not None else 0)
             if plan.work and not plan.fits(count, before):
+                if clients and not is_client(row):
+                    continue
                 break
             chunk = sequence_chunk(lora(row.key), tokens[start : start + count], start, target.slot, prefix)
-            plan.add(target, chunk, row.params.tenant, client=row.params.client)
+            client, rollout = row.params.client, not is_client(row)
+            plan.add(target, chunk, row.params.tenant, client=client, rollout=rollout)
+            missing[row.params.tenant] -= count if rollout else 0
+        self._prefilled.end(plan.rollouts, (tenant for tenant, left in missing.items() if left > 0), weights)
         if plan.work:
             for prefix, tenant in self.waiting_prefixes(plan.fits):
                 chunk = sequence_chunk(lora(prefix.key[0]), prefix.tokens, 0, prefix.slot, None)

@@ -4,15 +4,16 @@ Beyond what every engine promises (``engine.base``):
 
 * Same seed, same text: the tokens of a request do not depend on the other requests, on being resumed from
   ``prefix_tokens``, on its cache being kept, retained or lost, nor on when it was admitted (bit for bit on CPU).
-* Beyond ``max_rows`` or the cache's budget, requests queue, first come first served. When growing texts fill the
-  budget, the youngest is preempted: it returns to the head of the queue and resumes later.
-* Requests with a ``reserved`` row wait ahead of the others and preempt them, the youngest first.
+* Beyond ``max_rows`` or the cache's budget, requests queue, first come first served, but those of a tenant with less
+  than its share of the rows. When growing texts fill the budget, the youngest beyond its tenant's share is preempted:
+  it returns to the head of the queue and resumes later.
+* Requests with a ``reserved`` row wait ahead of the others and preempt them in the same order.
 * One ``step`` computes at most ``prefill_tokens`` prompt tokens that attend to at most ``prefill_keys`` keys (or those
   of one request), or one token of every running request, with drafts some more. Rows whose grammars take longer than
   ``mask_seconds`` together take turns.
 * Where rollouts of several tenants run, a step takes as many of them, in turns, as leave each tenant its fair share
-  of its speed alone (:mod:`rookery.scheduling.fair_slices`). The tenant with the least time of the worker decides
-  between prompts and decoding.
+  of its speed alone (:mod:`rookery.scheduling.fair_slices`); where requests of clients leave less room, the first of
+  these. The tenant with the least time of the worker decides between prompts and decoding.
 * Logits that are not finite numbers end their own request only.
 * With a ``Speculator``, a decode step on a CPU also computes draft tokens after a row's last one. Each is kept if it is
   the token that is sampled in its place, so that texts and log-probabilities are the same bits as without drafts. A GPU
@@ -29,8 +30,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from math import isnan, nan
 from pathlib import Path
@@ -41,7 +41,7 @@ from torch import Tensor
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.scheduling.costs import Kind
-from rookery.scheduling.fair_slices import fair_items
+from rookery.scheduling.fair_slices import ServedItems, fair_items
 from rookery.scheduling.worker_time import WorkerTime
 from rookery.tokenization.grammar import GrammarLost, ReplyGrammar
 from rookery.worker import device
@@ -125,8 +125,11 @@ class NativeEngine:
         """Prefill slices since the last decode step."""
         self._time = WorkerTime({})
         self._computed: Counter[str] = Counter()
-        """By tenant, the tokens of the last slice; and those of clients among them."""
+        """By tenant, the tokens of the last slice; those of clients among them, and those of rollouts."""
         self._of_clients: Counter[str] = Counter()
+        self._of_rollouts: Counter[str] = Counter()
+        self._decoded = ServedItems()
+        """Tokens of rollouts in decode steps."""
 
     # --- the engine protocol ----------------------------------------------------------------------------------------
 
@@ -157,8 +160,13 @@ class NativeEngine:
             rows[row.params.tenant] += 1
         return rows
 
+    def sharing(self) -> Collection[str]:
+        """Without clients' requests with objectives, whose time counts for nobody."""
+        paid = self.gate.is_client if self.gate.tracked else lambda row: False
+        return {row.params.tenant for row in self.admission.running if not paid(row)}
+
     def tenant_tokens(self) -> Mapping[str, float]:
-        return self._computed if self.tenants() else {}
+        return self._of_rollouts
 
     def share_time(self, time: WorkerTime) -> None:
         self._time = time
@@ -330,14 +338,27 @@ class NativeEngine:
         decoding = {row.params.tenant for row in rows if row.decodes}
         return [decoding, {row.params.tenant for row in rows if not row.prefilled}]
 
-    def _fair(self, rows: list[EngineRequest]) -> list[EngineRequest]:
-        """Of ``rows`` those that a decode step computes, in turns of their tenants. All while requests of clients are
-        there: the gate puts those first."""
-        if any(map(self.gate.is_client, rows)):
-            return rows
-        tenants = [row.params.tenant for row in rows]
-        cost = partial(self.gate.costs.predict, "decode")
-        return [rows[at] for at in fair_items(tenants, self._time.weights_within(set(tenants)), cost)]
+    def _decode_rows(self) -> list[EngineRequest]:
+        """The rows of the next decode step: those of clients; then, as far as the gate admits them, as many rollouts,
+        in turns of their tenants, as leave each tenant its fair share of its speed."""
+        rows = [row for row in self.admission.served if row.decodes]
+        clients = list(filter(self.gate.is_client, rows))
+        rollouts = [row for row in rows if not self.gate.is_client(row)]
+        tenants = [row.params.tenant for row in rollouts]
+        weights = self._time.weights_within(set(tenants))
+
+        def cost(count: int) -> float:
+            return self.gate.costs.predict("decode", len(clients) + count)
+
+        fair = [rollouts[at] for at in fair_items(tenants, weights, cost, self._decoded.begin(tenants))]
+        order = self._decoded.order([row.params.tenant for row in fair], weights)
+        rows = self.gate.decode_rows([*clients, *(fair[at] for at in order)])
+        chosen = self._masked(rows[: self.limits.max_rows])
+        computed = Counter(row.params.tenant for row in chosen if not self.gate.is_client(row))
+        self._decoded.end(computed, Counter(tenants) - computed, weights)
+        if chosen:
+            self._of_rollouts = computed
+        return chosen
 
     # --- prefill ----------------------------------------------------------------------------------------------------
 
@@ -363,7 +384,7 @@ class NativeEngine:
         work = plan.work
         if not work:
             return 0
-        self._computed, self._of_clients = plan.tenants, plan.clients
+        self._computed, self._of_clients, self._of_rollouts = plan.tenants, plan.clients, plan.rollouts
         self.runner.prepare_adapters(chunk.key for _, chunk in work)
         work.sort(key=lambda item: (self.loras.slot_order(item[1].key), item[1].key))
         hidden, last = self.runner.prefill([chunk for _, chunk in work])
@@ -409,8 +430,7 @@ class NativeEngine:
     def _decode_step(self) -> int:
         """One token of every request that the gate admits, and those of its draft that are right. Returns positions."""
         self.admission.grow_running()
-        rows = self.gate.decode_rows(self._fair([row for row in self.admission.served if row.decodes]))
-        rows = self._masked(rows)
+        rows = self._decode_rows()
         if not rows:
             return 0
         self._computed = Counter(row.params.tenant for row in rows)

@@ -179,7 +179,7 @@ class SloGate:
         return row.params.client and row.params.tenant not in self.beyond
 
     def decode_rows(self, rows: list[EngineRequest]) -> list[EngineRequest]:
-        """The rows among ``rows`` (in order of admission) that the next decode step computes."""
+        """The rows among ``rows`` that the next decode step computes: clients' and the first ones of the others."""
         self.rollout_share = 1.0
         if not self.tracked or self.open:
             return rows

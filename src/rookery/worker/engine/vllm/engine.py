@@ -26,7 +26,7 @@ import queue
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from concurrent.futures import Future
 from math import isnan
 from pathlib import Path
@@ -150,6 +150,9 @@ class VllmEngine:
         if any(request.params.client for request in self._requests.values()):
             return {}
         return Counter(request.params.tenant for request in self._requests.values())
+
+    def sharing(self) -> Collection[str]:
+        return self.tenants().keys()
 
     def tenant_tokens(self) -> Mapping[str, float]:
         return self.tenants()
