@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.draws import examples
@@ -137,6 +138,25 @@ def test_the_guard_gives_a_tenant_one_item_and_leaves_the_turn_to_the_other() ->
         queue.put("b", "1", f"b{number}")
     taken = [queue.take(lambda item: True, now) for now in (0.0, 4.0, 9.0, 11.0, 12.0)]
     assert taken == ["a0", "a1", "a2", "b0", "a3"]
+
+
+@pytest.mark.parametrize(
+    ("short", "charged", "expected"),
+    [("", 0.0, "a1"), ("b", 0.0, "b0"), ("ab", 0.0, "a1"), ("a", 0.0, "a1"), ("b", 5.0, "a1")],
+)
+def test_the_turn_of_a_tenant_with_its_share_ends_for_one_that_has_less(
+    short: str, charged: float, expected: str
+) -> None:
+    """Where that one is next by its counter."""
+    queue: FairQueue[str] = FairQueue(turn=4)
+    for number in range(4):
+        queue.put("a", "1", f"a{number}")
+    assert queue.take(lambda item: True) == "a0"
+    queue.counters.charge("a", 1.0)
+    queue.put("b", "1", "b0")
+    queue.counters.charge("b", charged)
+    assert queue.take(lambda item: True, short=set(short)) == expected
+    assert queue.take(lambda item: True, among={"c"}) is None
 
 
 def test_time_without_work_is_not_saved_up() -> None:

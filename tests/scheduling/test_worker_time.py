@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.draws import examples
 
-from rookery.scheduling.fair_slices import fair_items
-from rookery.scheduling.queues import TokenCounters
+from rookery.scheduling.fair_slices import ServedItems, fair_items, most_rows, next_row, short_of_rows
+from rookery.scheduling.queues import FairQueue, TokenCounters
 from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.compute import TimeSlice, next_slice, within_slice
 
@@ -190,3 +193,159 @@ def test_operations_within_a_slice_do_not_overtake_what_changes_states() -> None
     calls = [(Future(), lambda core: None, touches) for touches in names]  # type: ignore[var-annotated]
     taken, left = within_slice(calls)  # type: ignore[arg-type]
     assert taken == [calls[0], calls[1], calls[4]] and left == [calls[2], calls[3], calls[5]]
+
+
+# --- rows, turns and slices together --------------------------------------------------------------------------------
+
+CROWD_ROWS, AHEAD = 16, 4
+
+
+@dataclass(eq=False)
+class Reply:
+    job: Job
+    left: int
+
+
+@dataclass(eq=False)
+class Job:
+    """Each of its steps is so many replies of so many tokens, then so many slices of training. ``varied``: of any
+    length up to twice that."""
+
+    tenant: str
+    rows: int
+    tokens: int
+    train: int
+    varied: bool = False
+    open: int = 0
+    steps: int = 0
+
+
+class Crowd:
+    """The queue of the service, the rows of a worker, its engine and its trainer, with the functions that these use.
+    ``room``: rollouts that fit into a step next to a client's request that always decodes; None without one."""
+
+    def __init__(self, jobs: Sequence[Job], room: int | None, seed: int) -> None:
+        self.room, self.random = room, Random(seed)
+        self.queue: FairQueue[Reply] = FairQueue(turn=CROWD_ROWS // 2)
+        self.waiting: list[Reply] = []
+        self.running: list[Reply] = []
+        self.operations: dict[str, deque[tuple[Job, int]]] = {}
+        self.served, self.trained, self.time = ServedItems(), TokenCounters({}), WorkerTime({})
+        self.parts = [TimeSlice(Part(), lambda: bool(self.running)), TimeSlice(Part(), lambda: bool(self.operations))]
+        self.now = 0.0
+        for job in jobs:
+            self.begin(job)
+
+    def begin(self, job: Job) -> None:
+        for _ in range(job.rows):
+            tokens = self.random.randint(1, 2 * job.tokens) if job.varied else job.tokens
+            self.queue.put(job.tenant, str(id(job)), Reply(job, tokens))
+        job.open = job.rows
+
+    def dispatch(self) -> None:
+        held = self.tenants([*self.waiting, *self.running])
+
+        def give(reply: Reply) -> None:
+            self.queue.counters.charge(reply.job.tenant, reply.left)
+            held[reply.job.tenant] += 1
+            self.waiting.append(reply)
+
+        while held.total() < max(CROWD_ROWS, len(self.running)) + AHEAD:
+            short = short_of_rows(self.queue.tenants, held, {}, CROWD_ROWS)
+            if (reply := self.queue.take(lambda reply: True, short=short)) is None:
+                break
+            give(reply)
+        while held.total() < most_rows(CROWD_ROWS) + AHEAD:
+            short = short_of_rows(self.queue.tenants, held, {}, CROWD_ROWS)
+            if not short or (reply := self.queue.take(lambda reply: True, among=short)) is None:
+                break
+            give(reply)
+        while True:
+            at = next_row([reply.job.tenant for reply in self.waiting], self.tenants(self.running), {}, CROWD_ROWS)
+            if at is None:
+                break
+            self.running.append(self.waiting.pop(at))
+
+    def tenants(self, replies: Sequence[Reply]) -> Counter[str]:
+        return Counter(reply.job.tenant for reply in replies)
+
+    def decode(self) -> tuple[float, dict[str, float]]:
+        tenants, clients = [reply.job.tenant for reply in self.running], int(self.room is not None)
+        weights = self.time.weights_within(set(tenants))
+        order = fair_items(tenants, weights, lambda count: step(count + clients), self.served.begin(tenants))
+        fair = [self.running[at] for at in order]
+        first = self.served.order([reply.job.tenant for reply in fair], weights)[: self.room]
+        rows = [fair[at] for at in first[:CROWD_ROWS]]
+        computed = self.tenants(rows)
+        self.served.end(computed, Counter(tenants) - computed, weights)
+        for reply in rows:
+            reply.left -= 1
+            if not reply.left:
+                self.running.remove(reply)
+                reply.job.open -= 1
+                if not reply.job.open:
+                    self.train(reply.job, reply.job.train)
+        return step(len(rows) + clients), self.time.weights_within(computed)
+
+    def train(self, job: Job, slices: int) -> None:
+        if job.tenant not in self.operations:
+            self.trained.lift(job.tenant)
+        self.operations.setdefault(job.tenant, deque()).append((job, slices))
+
+    def slice(self) -> None:
+        self.dispatch()
+        shares = self.time.divide(self.tenants(self.running), self.operations)
+        for part, share in zip(self.parts, shares, strict=True):
+            part.share = 2 * share
+        chosen = next_slice(self.parts)
+        assert chosen is not None
+        if chosen is self.parts[0]:
+            seconds, used = self.decode()
+        else:
+            seconds, tenant = SLICE, self.trained.order(self.operations)[0]
+            used = {tenant: 1.0}
+            self.trained.charge(tenant, seconds / self.time.weight_within(tenant))
+            job, left = self.operations[tenant].popleft()
+            if left > 1:
+                self.train(job, left - 1)
+            else:
+                job.steps += 1
+                self.begin(job)
+            if not self.operations[tenant]:
+                del self.operations[tenant]
+        chosen.charge(seconds)
+        self.now += seconds
+        self.time.charge(seconds, used)
+
+
+def step(rows: int) -> float:
+    return SLICE * (0.2 + 0.8 * rows / CROWD_ROWS)
+
+
+def speed(small: Job, others: Sequence[Job], room: int | None, seed: int, seconds: float = 90.0) -> float:
+    """Steps of the small job per second, after a while."""
+    small = replace(small)
+    crowd = Crowd([small, *others], room, seed)
+    while crowd.now < seconds / 3:
+        crowd.slice()
+    before, began = small.steps, crowd.now
+    while crowd.now < seconds:
+        crowd.slice()
+    return (small.steps - before) / (crowd.now - began)
+
+
+@given(
+    small=st.builds(Job, st.just("small"), st.integers(1, 4), st.integers(8, 32), st.integers(1, 6)),
+    count=st.integers(1, 12),
+    large=st.builds(
+        Job, st.just("large"), st.integers(4, 16), st.sampled_from([4, 32, 128]), st.integers(1, 6), st.booleans()
+    ),
+    room=st.sampled_from([None, 8, 12]),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=examples(8))
+def test_a_small_job_keeps_its_speed_with_any_jobs_of_another_tenant(
+    small: Job, count: int, large: Job, room: int | None, seed: int
+) -> None:
+    alone = speed(small, [], room, seed)
+    assert speed(small, [replace(large) for _ in range(count)], room, seed) >= 0.4 * alone

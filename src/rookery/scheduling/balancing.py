@@ -94,7 +94,7 @@ def handicap(costs: CostTable, quickest: CostTable, held: int) -> int:
     return max(0, round(interpolate(times, sizes, seconds)) - 1 - held)
 
 
-def select(workers: Iterable[WorkerLoad], theta: int) -> str | None:
+def select(workers: Iterable[WorkerLoad], theta: float) -> str | None:
     """Delayed join-shortest-pending: the worker with the fewest pending requests, if fewer than ``theta``; None to
     hold the request until another one completes."""
     able = [worker for worker in workers if worker.free or worker.pending < theta]

@@ -121,10 +121,21 @@ class FairQueue(Generic[T]):
         jobs[job].put(item, first=first)
         self._size += 1
 
-    def take(self, ready: Callable[[T], bool], now: float = 0.0) -> T | None:
+    def take(
+        self,
+        ready: Callable[[T], bool],
+        now: float = 0.0,
+        *,
+        short: Collection[str] = (),
+        among: Collection[str] | None = None,
+    ) -> T | None:
         """The next item for which ``ready`` holds, for the caller to charge. Of each job only the first item is
-        considered: its order holds."""
-        for tenant in self._order(now):
+        considered: its order holds. ``short``: tenants that have less than their share of the rows; where one of them
+        has the least counter, the turn of a tenant that has its share ends. ``among``: only items of these tenants;
+        None for all."""
+        for tenant in self._order(now, short):
+            if among is not None and tenant not in among:
+                continue
             for job, items in self._tenants[tenant].items():
                 item = items.next()
                 if ready(item):
@@ -133,10 +144,11 @@ class FairQueue(Generic[T]):
                     return item
         return None
 
-    def _order(self, now: float) -> list[str]:
+    def _order(self, now: float, short: Collection[str] = ()) -> list[str]:
         """The tenants, the next one first."""
         ordered = self.counters.order(self._tenants)
-        if self._left and self._current in self._tenants:
+        ends = bool(ordered) and ordered[0] in short and self._current not in short
+        if self._left and self._current in self._tenants and not ends:
             ordered.sort(key=lambda tenant: tenant != self._current)
         late = [tenant for tenant in ordered if now - self._served[tenant] > self._patience]
         return [*sorted(late, key=self._served.__getitem__), *ordered] if late else ordered
@@ -210,12 +222,18 @@ class PriorityQueues(Generic[T]):
         yield from self.common
 
     def take(
-        self, reserved: Callable[[T], bool] | None, ready: Callable[[T], bool] | None, now: float = 0.0
+        self,
+        reserved: Callable[[T], bool] | None,
+        ready: Callable[[T], bool] | None,
+        now: float = 0.0,
+        short: Collection[str] = (),
     ) -> tuple[T, bool] | None:
         """The next item, and whether it gets reserved room. ``reserved`` says whether an interactive item fits the
-        reserved room, ``ready`` whether an item fits the common room; None means that there is no such room."""
+        reserved room, ``ready`` whether an item fits the common room; None means that there is no such room. ``short``:
+        of the common queue, see :meth:`FairQueue.take`."""
         for queue, fits in ((self.interactive, reserved), (self.common, ready), (self.interactive, ready)):
-            item = queue.take(fits, now) if fits is not None else None
+            ending = short if queue is self.common else ()
+            item = queue.take(fits, now, short=ending) if fits is not None else None
             if item is not None:
                 return item, fits is reserved
         return None

@@ -183,6 +183,25 @@ async def test_jobs_have_their_share_of_rows_where_other_tenants_clients_are_lat
     await room.close()
 
 
+async def test_a_tenant_below_its_share_waits_for_no_row_of_another(tmp_path: Path) -> None:
+    """It gets two of four, beyond those that the other has and the two that wait for them."""
+    room = Room(tmp_path, dispatch_ahead=2)
+    worker = await room.worker(max_rows=4)
+    worker.generating.clear()
+    replies = [room.sample(number) for number in range(10)]
+    await eventually(lambda: len(worker.active) == 6)
+    replies += [room.sample(number, "b", "other") for number in range(4)]
+    await eventually(lambda: len(worker.active) == 8)
+    await settle()
+    assert [generate.request for generate in worker.generates[6:]] == ["other-0", "other-1"]
+    assert room.rollouts.waiting() == 6
+    worker.generating.set()
+    for number, reply in enumerate(await asyncio.gather(*replies)):
+        check(reply, number if number < 10 else number - 10)
+    assert room.rollouts.pool.short("smollm2-135m-instruct", "ab") == {"a", "b"}, "neither has any at the end"
+    await room.close()
+
+
 async def test_tokens_are_streamed_to_the_caller(tmp_path: Path) -> None:
     """Also when it goes on elsewhere: never less than before, at last the whole."""
     room = Room(tmp_path)

@@ -11,6 +11,8 @@
   wait for a worker.
 * The number of requests that a worker decodes follows from first tokens and from heartbeats
   (:func:`rookery.scheduling.balancing.load`).
+* A tenant with fewer requests at the workers than its share of their rows does not wait for a free row: a worker gets
+  its rollouts beyond its rows (:func:`rookery.scheduling.fair_slices.next_row`).
 * The cost of a decision does not grow with the number of workers or requests; a choice looks at the different sets of
   adapters that slow workers miss.
 """
@@ -33,6 +35,7 @@ from rookery.controller.rollout.rules import RolloutRules
 from rookery.scheduling.balancing import SHORTAGE_HEARTBEATS, WorkerLoad, balance, handicap, load, order, select
 from rookery.scheduling.costs import CostTable
 from rookery.scheduling.divided_rollout import DecodingWorker, moves
+from rookery.scheduling.fair_slices import most_rows, shares, short_of_rows
 from rookery.scheduling.pipelines import TAKING_TURNS, StagePredictor
 from rookery.scheduling.queues import TokenCounters
 from rookery.scheduling.saturation import SaturationEstimator
@@ -81,6 +84,8 @@ class WorkerSlots:
     missing: frozenset[str] | None = None
     """Of a serving worker: adapters for which it gets no requests."""
     accepts_rollouts: bool = True
+    rows: int = 0
+    """Of its rows, so many may get rollouts."""
     heartbeats: deque[protocol.Heartbeat] = field(default_factory=lambda: deque(maxlen=SHORTAGE_HEARTBEATS))
     costs: CostTable = field(default_factory=CostTable)
     """As it reports them."""
@@ -114,7 +119,13 @@ class WorkerSlots:
         """Its (pending, executing, free) requests."""
         beats = [(beat.active, beat.waiting) for beat in self.heartbeats]
         held, decoding = len(self.requests) - self.leaving + self.arriving, self.decoding - self.leaving
-        return load(self.worker.hello.max_rows, held, decoding, beats)
+        rows = self.worker.hello.max_rows
+        return load(max(rows, min(decoding, most_rows(rows))), held, decoding, beats)
+
+    @property
+    def tenants(self) -> Counter[str]:
+        """Its requests by tenant."""
+        return self.clients + self.rollouts
 
     @property
     def decoder(self) -> DecodingWorker:
@@ -161,6 +172,10 @@ class WorkerPool:
         """By model: the worker of the highest throughput, as far as heartbeats have told since one was lost."""
         self._numbers = itertools.count(1)
         """Of assignments."""
+        self._held: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """By model: the requests of each tenant at its workers."""
+        self._rows: Counter[str] = Counter()
+        """By model: the rows of the workers that may get rollouts."""
         self._saturation: defaultdict[tuple[str, str, str], SaturationEstimator] = defaultdict(SaturationEstimator)
         self._merges = rules.merge_tails
 
@@ -186,6 +201,7 @@ class WorkerPool:
             slots.tags = frozenset({ANY, BASE, *worker.cached})
         self._count_missing(slots, worker.missing_adapters if worker.state == "serving" else None)
         slots.accepts_rollouts = gate
+        self._count_rows(slots, worker.hello.max_rows if gate and works else 0)
         self._reindex(slots, reserved=True)
 
     def remove(self, worker: Worker) -> list[InflightRequest]:
@@ -194,6 +210,9 @@ class WorkerPool:
         if slots is None:
             return []
         del self._slots[worker.name]
+        self._count_rows(slots, 0)
+        for inflight in slots.requests.values():
+            self._count_held(inflight, -1)
         if self._quickest.get(worker.hello.model) is slots:
             del self._quickest[worker.hello.model]
         self._count_missing(slots, None)
@@ -257,6 +276,7 @@ class WorkerPool:
             slots.given[tenant] = now
             if (count := slots.rollouts.total()) >= slots.peak[0] or now - slots.peak[1] > JOB_SECONDS:
                 slots.peak = count, now
+        self._count_held(inflight, 1)
         name = f"{worker.epoch}.{next(self._numbers)}"  # an epoch is never used twice, also not by another controller
         inflight.assignment = assignment = Assignment(
             worker, name, reserved, order, now, resumed, since=now, queued_at=inflight.queued_at
@@ -295,6 +315,7 @@ class WorkerPool:
         slots = self._find(assignment.worker)
         if slots is not None:
             del slots.requests[assignment.name]
+            self._count_held(inflight, -1)
             slots.busy.add(-1)
             slots.decoding -= assignment.decoding_since is not None
             slots.reserved -= assignment.reserved
@@ -320,13 +341,34 @@ class WorkerPool:
         late = self._in_order(model, False, [*map(_late_tag, tags)], inflight.refused)
         return next((one for one in late if self._fits_late(self._slots[one.name], tenant)), None)
 
+    def short(self, model: str, waiting: Collection[str]) -> set[str]:
+        """The tenants, of these whose rollouts wait, that have fewer requests at workers than their share of rows."""
+        return short_of_rows(waiting, self._held[model], self._weights, self._rows[model])
+
+    def beyond(self, model: str, short: Collection[str], waiting: Collection[str]) -> set[str]:
+        """The tenants, of those that are ``short``, whose rollouts some worker gets beyond its rows; ``waiting`` as for
+        :meth:`choose`."""
+        workers = self._in_order(model, False, (ANY,), (), math.inf) if short else ()
+        return set(short) & {tenant for one in workers for tenant in self._short_at(self._slots[one.name], waiting)}
+
+    def choose_beyond(self, inflight: InflightRequest, waiting: Collection[str]) -> Worker | None:
+        """The worker that gets a rollout beyond its rows, of a tenant that has less than its share of them."""
+        model, tenant, tags = inflight.request.model, inflight.request.tenant, self._tags_for(inflight)
+        workers, able = self._in_order(model, False, tags, inflight.refused, math.inf), {*waiting, tenant}
+        return next((one for one in workers if tenant in self._short_at(self._slots[one.name], able)), None)
+
     def _in_order(
-        self, model: str, reserved: bool, tags: Collection[str], refused: Collection[str]
+        self,
+        model: str,
+        reserved: bool,
+        tags: Collection[str],
+        refused: Collection[str],
+        ahead: float | None = None,
     ) -> Iterator[Worker]:
         """The workers with room, the best first, of which a tenant may have its share; at most :data:`CHOICES`."""
         passed = set(refused)
         for _ in range(CHOICES):
-            worker = self._select(model, reserved, tags, passed)
+            worker = self._select(model, reserved, tags, passed, ahead)
             if worker is None:
                 return
             yield worker
@@ -351,14 +393,19 @@ class WorkerPool:
         clients = +slots.clients
         if not clients or tenant in clients:
             return False
-        others = {*slots.clients + slots.rollouts} - {tenant}
+        others = {*slots.tenants} - {tenant}
         return slots.rollouts[tenant] < self._rows_of(tenant, others, slots.worker)
+
+    def _short_at(self, slots: WorkerSlots, waiting: Collection[str]) -> set[str]:
+        """The tenants, of these that wait, whose rollouts the worker gets beyond its rows and its queue."""
+        rows, held = slots.worker.hello.max_rows, slots.tenants
+        if held.total() + slots.arriving >= most_rows(rows) + self._dispatch_ahead:
+            return set()
+        return short_of_rows(waiting, held, self._weights, rows)
 
     def _rows_of(self, tenant: str, others: Collection[str], worker: Worker) -> int:
         """The tenant's share of the worker's rows, where these tenants want some; at least one."""
-        own = self._weights.get(tenant, 1.0)
-        total = own + sum(self._weights.get(other, 1.0) for other in others)
-        return max(1, int(worker.hello.max_rows * own / total))
+        return shares({*others, tenant}, self._weights, worker.hello.max_rows)[tenant]
 
     def find_division(self, inflight: InflightRequest, queues: RequestQueues) -> Worker | None:
         """The worker where a decoding request, at the end of a chunk, should continue under the same version; None:
@@ -434,11 +481,20 @@ class WorkerPool:
         name, slow = slots.worker.name, slots.heartbeats[-1].slowdowns if slots.heartbeats else TAKING_TURNS
         return WorkerRollouts(name, slots.decoder, max(left, default=0), tokens, slots.train_seconds, slow)
 
-    def _select(self, model: str, reserved: bool, tags: Iterable[str], without: Collection[str] = ()) -> Worker | None:
+    def _select(
+        self,
+        model: str,
+        reserved: bool,
+        tags: Iterable[str],
+        without: Collection[str] = (),
+        ahead: float | None = None,
+    ) -> Worker | None:
+        """``ahead``: requests that may wait in a worker; None for as many as the rules allow."""
         index = (self._reserved if reserved else self._common).get(model)
         if index is None:
             return None
-        name = select(index.first(tags, without), 0 if reserved else self._dispatch_ahead)
+        theta = 0 if reserved else self._dispatch_ahead if ahead is None else ahead
+        name = select(index.first(tags, without), theta)
         return self._slots[name].worker if name is not None else None
 
     def _tags_for(self, inflight: InflightRequest) -> list[str]:
@@ -449,6 +505,18 @@ class WorkerPool:
         return [needs, *(_missing_tag(hashes) for hashes in missing if needs not in hashes)]
 
     # --- the index ----------------------------------------------------------------------------------------------------
+
+    def _count_rows(self, slots: WorkerSlots, rows: int) -> None:
+        """So many rows of the worker may get rollouts from now."""
+        self._rows[slots.worker.hello.model] += rows - slots.rows
+        slots.rows = rows
+
+    def _count_held(self, inflight: InflightRequest, change: int) -> None:
+        """The tenant has one request more, or less, at workers."""
+        held, tenant = self._held[inflight.request.model], inflight.request.tenant
+        held[tenant] += change
+        if not held[tenant]:
+            del held[tenant]
 
     def _count_missing(self, slots: WorkerSlots, missing: frozenset[str] | None) -> None:
         """The worker misses these adapters from now; None: it does not serve."""

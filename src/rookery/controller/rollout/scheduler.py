@@ -344,21 +344,33 @@ class RolloutScheduler:
     # --- dispatch -----------------------------------------------------------------------------------------------------
 
     def _dispatch(self, model: str) -> None:
-        """Assign waiting requests to workers with room; then move requests that could begin sooner elsewhere."""
+        """Assign waiting requests to workers with room, and those of tenants with less than their share of rows beyond
+        it; then move requests that could begin sooner elsewhere."""
         queue, pool = self.queues.models[model], self.pool
+        waiting = queue.common.tenants
 
         def fits(reserved: bool) -> Callable[[InflightRequest], bool] | None:
             if not pool.has_capacity(model, reserved):
                 return None
-            return lambda inflight: pool.choose(inflight, reserved, queue.common.tenants) is not None
+            return lambda inflight: pool.choose(inflight, reserved, waiting) is not None
+
+        def fits_beyond(inflight: InflightRequest) -> bool:
+            return pool.choose_beyond(inflight, waiting) is not None
 
         now = self._clock.monotonic()
         resumed = now >= self._resume_until
-        while queue and (taken := queue.take(fits(True), fits(False) if resumed else None, now)):
+        short = pool.short(model, waiting)
+        while queue and (taken := queue.take(fits(True), fits(False) if resumed else None, now, short)):
             inflight, reserved = taken
-            worker = pool.choose(inflight, reserved, queue.common.tenants)
+            worker = pool.choose(inflight, reserved, waiting)
             assert worker is not None
             self.apply(inflight, "assign", Details(worker, reserved))
+            short = pool.short(model, waiting)
+        while resumed and (able := pool.beyond(model, short, waiting)):
+            if (beyond := queue.common.take(fits_beyond, now, among=able)) is None:
+                break
+            self.apply(beyond, "assign", Details(pool.choose_beyond(beyond, waiting)))
+            short = pool.short(model, waiting)
         while migration := pool.find_migration(model):
             self._migrate(migration)
 

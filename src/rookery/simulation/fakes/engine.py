@@ -1,7 +1,8 @@
 """A fake engine: continuous batching as the native engine does it, where a slice takes its stated time and yields the
 texts of :mod:`rookery.simulation.fakes.text`.
 
-* At most ``rows`` requests run; others wait in their ``order``, those with a ``reserved`` row first.
+* At most ``rows`` requests run, and some beyond them of tenants with less than their share; others wait in their
+  ``order``, those with a ``reserved`` row first.
 * One slice is prompt tokens of new requests (a group's prompt once, an episode's cached turns not again), or one token
   for every running request. The two kinds alternate.
 * Consecutive decode steps between which no request begins or ends can be taken together: they cost one event.
@@ -23,6 +24,7 @@ from typing import Literal
 import msgspec
 
 from rookery import protocol
+from rookery.scheduling.fair_slices import next_row
 from rookery.simulation.fakes.text import Length, logprobs_of, tokens_of
 from rookery.spec.machine import Machine
 
@@ -81,7 +83,9 @@ class FakeEngine:
         self.preempted = 0
         """Times that a request lost its cache to others."""
         self.policies: Counter[str] = Counter()
-        """Running requests per policy."""
+        """Running requests per policy …"""
+        self._tenants: Counter[str] = Counter()
+        """… and per tenant."""
         self._length = length
         self._requests: dict[str, Row] = {}
         self._waiting: list[Row] = []
@@ -256,18 +260,18 @@ class FakeEngine:
             self._waiting.remove(row)
         elif row in self._prefilling:
             self._prefilling.remove(row)
-            self.policies[row.policy] -= 1
+            self._count(row, -1)
         elif row.since is not None:
             self._leave_batch(row)
-            self.policies[row.policy] -= 1
+            self._count(row, -1)
 
     def _admit(self) -> None:
-        while self._waiting and self.active < self.rows:
-            size = len(self._waiting[0].request.prompt) + self._waiting[0].position
+        while self._waiting and (at := self._next_row()) is not None:
+            size = len(self._waiting[at].request.prompt) + self._waiting[at].position
             if self.active and self.free_tokens < size + max(self.active, self.machine.cache_tokens // WATERMARK):
                 return
-            row = self._waiting.pop(0)
-            self.policies[row.policy] += 1
+            row = self._waiting.pop(at)
+            self._count(row, 1)
             row.prefill = 0 if row.cached else self._uncached(row)
             row.cached = True
             if row.prefill:
@@ -275,11 +279,24 @@ class FakeEngine:
             else:
                 self._decode(row)
 
+    def _next_row(self) -> int | None:
+        """The position of the waiting request that begins next; None: none does."""
+        if self._waiting[0].request.reserved:
+            return 0 if self.active < self.rows else None
+        rows = (*self._waiting, *self._prefilling, *self._decoding.values())
+        weights = {row.request.tenant: row.request.weight for row in rows}
+        return next_row([row.request.tenant for row in self._waiting], self._tenants, weights, self.rows)
+
+    def _count(self, row: Row, change: int) -> None:
+        """The row runs, or runs no more."""
+        self.policies[row.policy] += change
+        self._tenants[row.request.tenant] += change
+
     def _preempt(self) -> None:
         """The youngest that decodes loses its cache and waits."""
         row = next(reversed(self._decoding.values()))
         self._leave_batch(row)
-        self.policies[row.policy] -= 1
+        self._count(row, -1)
         self.preempted += 1
         row.cached = False
         self._cached[row.adapter.hash if row.adapter is not None else ""].pop(row.request.episode, None)
@@ -323,7 +340,7 @@ class FakeEngine:
         row.position, row.since = row.length, None
         row.finish = "stop" if row.length < row.request.max_tokens else "length"
         self._decoding.pop(row.request.request, None)
-        self.policies[row.policy] -= 1
+        self._count(row, -1)
         if row.request.episode:
             digest = row.adapter.hash if row.adapter is not None else ""
             self._cached[digest][row.request.episode] = len(row.request.prompt) + row.length
