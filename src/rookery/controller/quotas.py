@@ -30,7 +30,7 @@ from weakref import WeakValueDictionary
 from rookery.aio import Signal
 from rookery.clock import Clock
 from rookery.controller.service_time import CHECK_BURST, LONGEST_PAUSE, KeylessTime, ServiceTime
-from rookery.errors import TooManyRequests
+from rookery.errors import RookeryError, TooManyRequests, Unavailable
 from rookery.settings import LimitSettings
 from rookery.spec import values
 from rookery.spec.job import EnvironmentSpec, JobSpec
@@ -397,7 +397,7 @@ class Quotas:
     @asynccontextmanager
     async def describing(self, tenant: str, text: Any = "") -> AsyncIterator[None]:
         """A row with ``text``, which is JSON-like, is stored within. Raises :class:`TooManyRequests` at the limit. The
-        sum is kept in memory, and read again at the limit: rows may be deleted."""
+        sum is kept in memory, and read again at the limit: rows may be deleted. A row that may be stored counts."""
         await self._read_metadata(tenant)
         size, most = ROW_BYTES + len(json.dumps(text)), self.limit(tenant, "metadata_bytes")
         if (now := self._described(tenant)) >= most:
@@ -407,9 +407,15 @@ class Quotas:
                 f" allowed: {most:.0f}; delete jobs or checkpoints, or ask the administrator",
             )
         with self._using(tenant, metadata_bytes=size):
-            yield
-        known, read = self._metadata.get(tenant, (0, -math.inf))
-        self._metadata[tenant] = (known + size, read)
+            try:
+                yield
+            except RookeryError as error:
+                if not isinstance(error, Unavailable):
+                    size = 0  # it was refused
+                raise
+            finally:  # a write whose caller is cancelled, or whose answer is lost, may succeed
+                known, read = self._metadata.get(tenant, (0, -math.inf))
+                self._metadata[tenant] = (known + size, read)
 
     def _described(self, tenant: str) -> int:
         """The bytes of the tenant's rows, with those that are stored now."""
