@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.support.peers import HANG, MODEL, Service, eventually, job_of, settle
 
 from rookery.controller.sessions import operations
 from rookery.controller.usage import FLUSH_SECONDS
-from rookery.errors import Conflict, NotFound, TooManyRequests, Unavailable
+from rookery.errors import Conflict, DatabaseAway, NotFound, RookeryError, TooManyRequests, Unavailable, UserError
 from rookery.storage.repositories import jobs, tenants
 
 DAY = 86400.0
@@ -437,6 +438,29 @@ async def test_rows_that_work_makes_are_bounded(service: Service) -> None:
     await alice.outcome(await alice.sample(base, 1))
 
 
+@pytest.mark.parametrize("settings", [PATIENT | {"session_seq_gap": 100.0}])
+async def test_operations_behind_a_refused_one_wait_while_it_is_sent_again(service: Service) -> None:
+    await join(service)
+    alice = await Client(service).begin()
+    base, submit, limit = await alice.sampler(None, 1), alice.sessions.submit_in_turn, service.controller.limit_tenant
+    part = forward([5, 6, 7])
+    done, sampled = await submit("alice", alice.model, 1, part), await alice.sample(base, 1)
+    await alice.outcome(done)
+    await alice.outcome(sampled)
+    behind = await submit("alice", alice.model, 3, part)
+    await limit("alice", {"database_bytes": 1})
+    for _ in range(4):
+        with pytest.raises(TooManyRequests, match="of the database, allowed: 1") as refusal:
+            await submit("alice", alice.model, 2, part)
+        await service.clock.advance(refusal.value.retry_after, steps=20)
+        assert await submit("alice", alice.model, 3, part) == behind, "a repetition is nothing new to a limit"
+        assert await submit("alice", alice.model, 1, part) == done
+        assert await alice.sample(base, 1) == sampled
+    await limit("alice", {"database_bytes": None})
+    await submit("alice", alice.model, 2, part)
+    assert isinstance(await alice.outcome(behind), operations.ForwardBackwardResult)
+
+
 @pytest.mark.parametrize("settings", [{"tenant_metadata_bytes": 3000}])
 async def test_metadata_of_a_tenant_is_bounded(service: Service) -> None:
     sessions, text = service.controller.sessions, {"user_metadata": {"note": "x" * 600}}
@@ -450,6 +474,37 @@ async def test_metadata_of_a_tenant_is_bounded(service: Service) -> None:
     assert 3000 <= stored < 4000, "what is stored is what was counted"
     await service.controller.limit_tenant("alice", {"metadata_bytes": 10_000})
     await sessions.create("alice", None, sdk_version="1", name="", about=text)
+
+
+@pytest.mark.parametrize(
+    ("error", "counts"),
+    [
+        (asyncio.CancelledError(), True), (DatabaseAway("no answer"), True), (OSError("broken"), True),
+        (UserError("no"), False), (None, True),
+    ],
+)  # fmt: skip
+async def test_row_that_may_be_stored_counts(service: Service, error: BaseException | None, counts: bool) -> None:
+    quotas = service.controller.context.rooms.quotas
+    await service.controller.limit_tenant("alice", {"metadata_bytes": 1000})
+    with suppress(asyncio.CancelledError, OSError, RookeryError):
+        async with quotas.describing("alice", "x" * 1000):
+            if error is not None:
+                raise error
+    with pytest.raises(TooManyRequests) if counts else nullcontext():
+        async with quotas.describing("alice"):
+            pass
+
+
+async def test_operation_that_is_sent_again_counts_once(service: Service) -> None:
+    await join(service)
+    alice = await Client(service).begin()
+    save = operations.SaveState(kind="weights", name="a")
+    for _ in range(20):
+        saved = await alice.sessions.submit("alice", alice.model, 1, save)
+        assert isinstance(await alice.outcome(saved), operations.StateSaved)
+    stored = service.database.read(tenants.metadata_bytes, "alice")
+    await service.controller.limit_tenant("alice", {"metadata_bytes": stored + 2 * tenants.ROW_BYTES})
+    await alice.sessions.create("alice", None, sdk_version="1", name="", about={})
 
 
 @pytest.mark.parametrize("settings", [{"tenant_requests_per_second": 2}])

@@ -199,6 +199,16 @@ class Futures:
         future = self._open.get(id)
         return future if future is not None and future.tenant == tenant else None
 
+    async def known(self, tenant: str, id: str) -> bool:
+        """Whether this tenant's request was accepted before, and its result has not expired."""
+        if (future := self._open.get(id) or self._kept.get(id)) is not None:
+            return future.tenant == tenant
+        try:
+            await self._services.store.read(sessions.get_future, tenant, id)
+        except NotFound:
+            return False
+        return True
+
     def _from_row(self, row: FutureRow) -> Future:
         """A stored future; without a result it is not open here, since nothing executes it."""
         future = Future(row.id, row.tenant, row.digest, row.seq)

@@ -365,15 +365,8 @@ class Sessions:
         await self._check(run, operation)
         await self._require_open(tenant, run.row.session)
         self._context.rooms.models.provide(run.row.base_model)
-        number = run.last_seq + 1 if seq is None else seq
-        name, size = f"{id}/{number}", operation.size
-        if self.futures.find(tenant, name) is None:
-            data = isinstance(operation, ForwardBackwardOperation)
-            try:
-                quotas.check_queued(tenant, id, size, data=data, frees=run.frees_room)
-            except TooManyRequests:
-                run.reset_gap()  # it arrived
-                raise
+        await self._check_limits(run, seq, operation)
+        number, size = run.last_seq + 1 if seq is None else seq, operation.size
         quotas.count_queued(tenant, id, size)  # until it is in the queue, which counts it
         try:
             future, created = await self._open_future(run, number, operation)
@@ -389,23 +382,37 @@ class Sessions:
         """As :meth:`Futures.open`. An operation that stores a row counts as one from now on."""
         tenant, id = run.row.tenant, run.row.id
         async with AsyncExitStack() as reserved:
-            if isinstance(operation, SaveState | SaveSampler):
+            stores = isinstance(operation, SaveState | SaveSampler)
+            if stores and not await self.futures.known(tenant, f"{id}/{number}"):
                 describing = self._context.rooms.quotas.describing(tenant, getattr(operation, "about", ""))
                 await reserved.enter_async_context(describing)
             return await self.futures.open(tenant, f"{id}/{number}", operation, id, number)
 
     async def _check(self, run: TrainingRun, operation: AnyOperation) -> None:
-        """Raises as :meth:`submit` does."""
-        tenant, quotas = run.row.tenant, self._context.rooms.quotas
+        """Raises :class:`OperationRefused`."""
         if isinstance(operation, ForwardBackwardOperation):
             chat = await self._context.chat(run.row.base_model)
             longest = max((shape[0] for shape in operation.shapes), default=0)
             if longest > chat.context:
                 raise OperationRefused(f"a datum has {longest} tokens; the model's context is {chat.context}")
-            quotas.check_tokens(tenant)
-            await quotas.check_database(tenant)
-        elif isinstance(operation, SaveState | SaveSampler):
-            await quotas.check_stored(tenant)
+
+    async def _check_limits(self, run: TrainingRun, seq: int | None, operation: AnyOperation) -> None:
+        """Raises :class:`TooManyRequests`, not for a repetition: it is nothing new to a limit."""
+        tenant, quotas, name = run.row.tenant, self._context.rooms.quotas, f"{run.row.id}/{seq}"
+        if self.futures.find(tenant, name) is not None:
+            return
+        data = isinstance(operation, ForwardBackwardOperation)
+        try:
+            if data:
+                quotas.check_tokens(tenant)
+                await quotas.check_database(tenant)
+            elif isinstance(operation, SaveState | SaveSampler):
+                await quotas.check_stored(tenant)
+            quotas.check_queued(tenant, run.row.id, operation.size, data=data, frees=run.frees_room)
+        except TooManyRequests:
+            if not await self.futures.known(tenant, name):
+                run.reset_gap()  # it arrived
+                raise
 
     async def submit_in_turn(self, tenant: str, id: str, seq: int | None, operation: AnyOperation) -> str:
         """As :meth:`submit`. An operation that is refused for longer than clients repeat it takes its turn with the
@@ -454,12 +461,17 @@ class Sessions:
         row = await self._context.store.read(sessions.get_sampler, tenant, operation.sampler)
         await self._require_open(tenant, row.session)
         name, quotas = f"{row.id}/{number}", self._context.rooms.quotas
-        if self.futures.find(tenant, name) is None:
-            await quotas.check_database(tenant)
         with ExitStack() as reserved:
-            new = self.futures.find(tenant, name) is None
-            if new:
-                reserved.enter_context(quotas.generating(tenant, row.base_model, operation.tokens, operation.count))
+            try:
+                if self.futures.find(tenant, name) is None:
+                    await quotas.check_database(tenant)
+                new = self.futures.find(tenant, name) is None
+                if new:
+                    reserved.enter_context(quotas.generating(tenant, row.base_model, operation.tokens, operation.count))
+            except TooManyRequests:
+                if not await self.futures.known(tenant, name):
+                    raise
+                new = False
             self._context.rooms.models.provide(row.base_model)
             future, created = await self.futures.open(tenant, name, operation, seq=number)
             if created:  # a repetition that is to start it waits for its part of the limits
