@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError
 
-from rookery.errors import UserError
+from rookery.errors import Unavailable, UserError
 from rookery.worker.memory import NotOnThisWorker
 from rookery.worker.transfer.http import CorruptDownload, TransferFailed, errno_of
 
@@ -19,6 +19,10 @@ class WorkerBroken(Exception):
     """This worker computes no more: it must start again."""
 
 
+class PassingFault(Exception):
+    """A fault that need not be the request's: a repetition may succeed. One that lasts ends the request."""
+
+
 def failure_category(error: Exception) -> Literal["failed", "lost", "too small"]:
     """Of an operation or a request. Other than ``failed`` where the cause is this worker or its connection, so that
     another worker may succeed."""
@@ -26,5 +30,6 @@ def failure_category(error: Exception) -> Literal["failed", "lost", "too small"]
         return "too small"
     if isinstance(error, TransferFailed):
         return "failed" if isinstance(error, CorruptDownload) else "lost"
-    own = isinstance(error, OSError | MemoryError | torch.OutOfMemoryError | WorkerBroken) or errno_of(error) != 0
-    return "lost" if own else "failed"
+    if isinstance(error, Unavailable | PassingFault | OSError | MemoryError | torch.OutOfMemoryError | WorkerBroken):
+        return "lost"
+    return "lost" if errno_of(error) else "failed"

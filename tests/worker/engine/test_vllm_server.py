@@ -21,8 +21,10 @@ from rookery.errors import Unavailable, UserError
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import recorded_projections
+from rookery.worker.engine.vllm.backend import VllmBusy, VllmEnded
 from rookery.worker.engine.vllm.engine import VllmEngine
 from rookery.worker.engine.vllm.loading import load_vllm
+from rookery.worker.failures import PassingFault, WorkerBroken, failure_category
 from rookery.worker.memory import TooSmall
 from rookery.worker.model.adapter import Adapter, init_adapter, write_adapter
 from rookery.worker.model.canary import canary_tokens, write_canary
@@ -42,6 +44,8 @@ class Server:
     ignores_adapters: bool = False
     failures: list[int] = field(default_factory=list)
     """Statuses of its next answers to completions; 0 is an answer that ends after a token with an error."""
+    load_failures: list[int] = field(default_factory=list)
+    """The same of loads; 0 is no answer."""
 
     def restart(self) -> None:
         self.adapters.clear()
@@ -54,6 +58,9 @@ class Server:
             if name in self.adapters:
                 return 400, {"error": {"message": f"{name} has already been loaded"}}
             self.loads += 1
+            if self.load_failures:
+                status = self.load_failures.pop(0)
+                return status, {"error": {"message": f"a failure of {status}"}}
             self.adapters[name] = body["lora_path"]
             return 200, ""
         status = self.failures.pop(0) if self.failures else 200
@@ -90,6 +97,8 @@ def server() -> Iterator[tuple[Server, str]]:
                 if status == 0:
                     lines[1:] = [{"error": {"message": "the engine had a fault", "code": 500}}]
                 self.write(200, b"".join(b"data: " + json.dumps(line).encode() + b"\n\n" for line in lines))
+            elif status == 0:
+                self.close_connection = True
             else:
                 self.write(status, json.dumps(answer).encode())
 
@@ -193,6 +202,47 @@ def test_faults_that_last_end_a_request_and_a_server_that_stays_busy_counts_as_e
     server[0].failures = [503] * 9
     with pytest.raises(Unavailable, match="takes no requests at present: a failure of 503"):
         generate(engine)
+
+
+@pytest.mark.parametrize(
+    ("loads", "completions"),
+    [([500], []), ([503, 500], []), ([], [200, 500]), ([], [200, 404]), ([], [200, 503]), ([500], [200, 200, 404])],
+)
+def test_a_passing_fault_in_the_load_of_an_adapter_ends_no_request(
+    engine: VllmEngine, server: tuple[Server, str], model: Path, loads: list[int], completions: list[int]
+) -> None:
+    """Of a first load and of a later one, whose request meets a lost adapter first (200: it is answered as always)."""
+    state, folder = server[0], model.parents[1] / "adapter"
+    state.load_failures, state.failures = [*loads], completions[1:2]
+    with pytest.raises(PassingFault if (loads or completions[1:])[0] in (404, 500) else VllmBusy) as raised:
+        engine.add_adapter(ref(), folder)
+    assert failure_category(raised.value) == "lost" and not engine.has_adapter("hash1") and not state.adapters
+    state.load_failures, state.failures = [], []
+    engine.add_adapter(ref(), folder)
+    state.restart()
+    state.load_failures, state.failures = [*loads], [*completions]
+    assert [generate(engine) for _ in range(2)] == [WHOLE] * 2
+    assert engine.has_adapter("hash1") and len(state.adapters) == 1 and not state.load_failures + state.failures
+
+
+def test_faults_of_an_adapters_loads_that_last_end_its_requests_only(
+    engine: VllmEngine, server: tuple[Server, str], model: Path
+) -> None:
+    engine.add_adapter(ref(), model.parents[1] / "adapter")
+    server[0].restart()
+    server[0].load_failures = [500] * 8
+    _, finish, error = generate(engine)
+    assert finish == "error" and error.startswith("AdapterLost: ") and not server[0].load_failures
+    assert generate(engine) == WHOLE
+
+
+def test_a_server_that_does_not_answer_a_load_counts_as_ended(
+    engine: VllmEngine, server: tuple[Server, str], model: Path
+) -> None:
+    server[0].load_failures = [0]
+    with pytest.raises(WorkerBroken) as raised:
+        engine.add_adapter(ref(), model.parents[1] / "adapter")
+    assert isinstance(raised.value, VllmEnded) and failure_category(raised.value) == "lost"
 
 
 def test_an_adapter_that_cannot_be_loaded_again_is_not_attached(

@@ -108,7 +108,8 @@ class Engine(Protocol):
     def add_adapter(self, ref: protocol.AdapterRef, folder: Path) -> None:
         """Attaches the adapter ``ref`` of the PEFT ``folder`` under its hash; evicts others that no request uses. Does
         nothing if it is attached. Raises ``UserError`` when the folder holds no adapter of this base model or one that
-        is too large for it, ``NoRoom`` while the adapters in use leave no room."""
+        is too large for it, ``NoRoom`` while the adapters in use leave no room, ``Unavailable`` or ``PassingFault``
+        where a repetition may succeed."""
         ...
 
     def memory(self) -> dict[str, MemoryUse]:

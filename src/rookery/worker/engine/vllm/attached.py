@@ -41,6 +41,7 @@ from rookery.worker.engine.vllm.backend import (
     ServerFault,
     TaskFailed,
     VllmBusy,
+    VllmEnded,
     scores_of,
 )
 from rookery.worker.memory import MemoryUse
@@ -126,7 +127,7 @@ class Attached:
     async def load(self, adapter: LoadedAdapter) -> None:
         body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
         answer = await self._post("/v1/load_lora_adapter", body)
-        if answer.status_code in BUSY:
+        if answer.status_code in BUSY or answer.status_code >= SERVER_ERRORS:
             raise self._problem(answer.status_code, _reason(answer), adapter)
         if answer.is_error:
             raise UserError(f"the vLLM server at {self.url} cannot load {adapter.folder}: {_reason(answer)}")
@@ -163,7 +164,7 @@ class Attached:
                     if choice.get("token_ids"):
                         yield SampledPart(choice["token_ids"], choice["logprobs"]["token_logprobs"])
         except httpx.TransportError as error:
-            raise Unavailable(f"the vLLM server at {self.url} stopped answering ({type(error).__name__})") from None
+            raise VllmEnded(f"the vLLM server at {self.url} stopped answering ({type(error).__name__})") from None
 
     def _body(self, task: SamplingTask, *, keyed: bool) -> dict[str, Any]:
         """Every parameter is given: a server may have other defaults."""
@@ -191,7 +192,7 @@ class Attached:
         try:
             return await self._http.post(path, json=body)
         except httpx.TransportError as error:
-            raise Unavailable(f"the vLLM server at {self.url} stopped answering ({type(error).__name__})") from None
+            raise VllmEnded(f"the vLLM server at {self.url} stopped answering ({type(error).__name__})") from None
 
     async def _read_metrics(self) -> str:
         """Read the use of the cache, as far as the server reports it; answers all that it reports."""

@@ -14,6 +14,7 @@ from typing import Protocol
 from rookery import protocol
 from rookery.errors import Unavailable
 from rookery.worker.engine.base import EngineLimits
+from rookery.worker.failures import PassingFault, WorkerBroken
 from rookery.worker.memory import MemoryUse
 
 SEED, POSITION, TEMPERATURE = "rookery_seed", "rookery_position", "rookery_temperature"
@@ -73,16 +74,20 @@ class TaskFailed(Exception):
     """vLLM refused or failed one request, for a reason of one line."""
 
 
-class AdapterLost(TaskFailed):
+class AdapterLost(TaskFailed, PassingFault):
     """vLLM does not have the adapter of a task: it was restarted, or has unloaded it."""
 
 
-class ServerFault(TaskFailed):
-    """vLLM failed one request by a fault that need not be the request's."""
+class ServerFault(TaskFailed, PassingFault):
+    """vLLM failed one request, or the load of an adapter, by a fault that need not be the request's."""
 
 
 class VllmBusy(Unavailable):
     """vLLM, or a proxy before it, takes no requests at present."""
+
+
+class VllmEnded(Unavailable, WorkerBroken):
+    """vLLM itself has ended, or its server does not answer: the worker starts again, and waits for it."""
 
 
 class Backend(Protocol):
@@ -102,14 +107,15 @@ class Backend(Protocol):
         ...
 
     async def load(self, adapter: LoadedAdapter) -> None:
-        """Load an adapter before any task names it. Raises ``UserError`` if vLLM refuses it."""
+        """Load an adapter before any task names it. Raises ``UserError`` if vLLM refuses it,
+        :class:`ServerFault`, :class:`VllmBusy` and :class:`VllmEnded`."""
         ...
 
     async def unload(self, adapter: LoadedAdapter) -> None: ...
 
     def sample(self, task: SamplingTask) -> AsyncIterator[SampledPart]:
         """The task's tokens as they are sampled; cancelled, vLLM aborts it. Raises :class:`TaskFailed` or one of its
-        kinds, :class:`VllmBusy`, and ``Unavailable`` when vLLM itself has ended."""
+        kinds, :class:`VllmBusy` and :class:`VllmEnded`."""
         ...
 
     def kv_cache(self) -> MemoryUse:

@@ -12,7 +12,8 @@ Beyond what every engine promises (``engine.base``):
 * A version is refused where vLLM's log-probabilities of its canary (``model.canary``) are those of the base model
   although its weights are not, or differ from its trainer's by more than a limit: its job pauses with that reason.
 * A request whose adapter vLLM has lost, or that meets a busy or faulty server, continues from its tokens: after the
-  adapter is loaded again, or after growing pauses. A server that stays busy counts as ended.
+  adapter is loaded again, or after growing pauses. A server that stays busy counts as ended. A load that meets one
+  changes nothing.
 * Requests with a ``reserved`` row are scheduled first. There are no objectives of latency.
 * Full-parameter versions are refused.
 """
@@ -28,6 +29,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Coroutine, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from math import isnan
 from pathlib import Path
 from typing import Any, TypeVar
@@ -108,7 +110,10 @@ class VllmEngine:
         self._gaps: dict[str, float] = {}
         """By adapter, of those with a canary."""
         self._numbers = itertools.count(1)
-        self._base_canary = self._canary(None)
+        try:
+            self._base_canary = self._canary(None)
+        except ServerFault as error:
+            raise Unavailable(f"vLLM failed the base model's canary: {one_line(error)}") from None
         self._requests: dict[str, EngineRequest] = {}
         self._undrained: dict[str, EngineRequest] = {}
         self._tasks: dict[str, tuple[SamplingTask, Future[None]]] = {}
@@ -181,7 +186,7 @@ class VllmEngine:
         return self._backend.free_tokens()
 
     def add_adapter(self, ref: protocol.AdapterRef, folder: Path) -> None:
-        """It waits for vLLM, some tens of milliseconds."""
+        """It waits for vLLM, some tens of milliseconds. Raises :data:`REPEATED` where a repetition may succeed."""
         self._evicting.discard(ref.hash)
         if ref.hash in self._adapters:
             return
@@ -245,7 +250,7 @@ class VllmEngine:
             self._finish(held)
 
     def step(self) -> bool:
-        """Raises ``Unavailable`` when vLLM has ended."""
+        """Raises ``VllmEnded``, or ``VllmBusy`` from a server that stays so."""
         try:
             self._apply(*self._parts.get(timeout=WAIT_SECONDS))
         except queue.Empty:
@@ -265,21 +270,23 @@ class VllmEngine:
     # --- adapters ---------------------------------------------------------------------------------------------------
 
     def _load(self, ref: protocol.AdapterRef, folder: Path) -> LoadedAdapter:
-        """Load an adapter under a new name, and compare its canary. Raises ``UserError``."""
+        """Load an adapter under a new name, and compare its canary. Raises ``UserError``, or :data:`REPEATED`
+        where a repetition may succeed; vLLM does not keep it then."""
         weights = read_adapter(folder, self._projections).weights if self._projections is not None else {}
         number = next(self._numbers)
         adapter = LoadedAdapter(f"rookery-{ref.hash[:16]}-{self._process}-{number}", number, folder)
-        self._wait(self._backend.load(adapter))
         try:
+            self._wait(self._backend.load(adapter))
             self._check(ref, adapter, changes=any(bool(b.any()) for _, b in weights.values()))
-        except UserError:
-            self._wait(self._backend.unload(adapter))
+        except Exception:
+            with suppress(Exception):  # the first one is the one to report
+                self._wait(self._backend.unload(adapter))
             raise
         return adapter
 
     def _load_again(self, request: EngineRequest, lost: LoadedAdapter | None) -> None:
         """Load the adapter of a request whose task did not find it as ``lost``, unless that was done for another one.
-        Raises ``UserError``; then it is not attached."""
+        Raises ``UserError``, after which it is not attached, or :data:`REPEATED`."""
         key, ref = request.key, request.params.adapter
         if lost is None or ref is None or self._adapters.get(key) is not lost:
             return
@@ -324,6 +331,8 @@ class VllmEngine:
     async def _scores(self, task: SamplingTask) -> dict[int, protocol.PromptLogprob]:
         try:
             parts = [part async for part in self._backend.sample(task)]
+        except (AdapterLost, ServerFault):
+            raise
         except TaskFailed as error:
             raise UserError(f"vLLM cannot score the canary: {error}") from None
         return {at: score for part in parts for at, score in part.scores.items()}
@@ -421,18 +430,18 @@ class VllmEngine:
         task, _ = self._tasks[name]
         self._cancel(name)
         self._repeats[name] += 1
-        repeats, lost = self._repeats[name], isinstance(problem, AdapterLost)
+        repeats, loaded = self._repeats[name], isinstance(problem, AdapterLost)
         try:
-            if lost:
+            if loaded:
                 self._load_again(request, task.adapter)
             if request.key and request.key not in self._adapters:
                 raise UserError(f"vLLM has lost its adapter: {one_line(problem)}")
-        except VllmBusy as busy:
-            log.info("request is repeated: %s", one_line(busy), extra={"request": name})
+        except REPEATED as error:
+            problem, loaded = error, False
         except UserError as error:
             request.finish, request.error = "error", one_line(error)
             return
-        pause = 0.0 if lost and repeats == 1 else min(FIRST_PAUSE * 2 ** (repeats - 1), self.longest_pause)
+        pause = 0.0 if loaded and repeats == 1 else min(FIRST_PAUSE * 2 ** (repeats - 1), self.longest_pause)
         log.info("request is repeated in %.1f s: %s", pause, one_line(problem), extra={"request": name})
         self._start(request, pause)
 

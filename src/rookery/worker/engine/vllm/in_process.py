@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from rookery.errors import Unavailable, UserError, installs
+from rookery.errors import UserError, installs
 from rookery.settings import Settings
 from rookery.worker.engine.base import EngineLimits
 from rookery.worker.engine.vllm.backend import (
@@ -29,6 +29,7 @@ from rookery.worker.engine.vllm.backend import (
     SampledPart,
     SamplingTask,
     TaskFailed,
+    VllmEnded,
     scores_of,
 )
 from rookery.worker.memory import GPU_MEMORY_SHARE, MemoryUse
@@ -197,4 +198,4 @@ class InProcess:
 
     def _raise_if_dead(self, error: Exception) -> None:
         if self._llm.errored:
-            raise Unavailable(f"vLLM has ended: {one_line(error)}") from error
+            raise VllmEnded(f"vLLM has ended: {one_line(error)}") from error
