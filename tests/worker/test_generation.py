@@ -17,9 +17,12 @@ from tests.support.peers import eventually, settle
 
 from rookery import protocol
 from rookery.controller.rollout.request import SamplingRequest, SamplingResult
+from rookery.errors import Unavailable
 from rookery.worker import generation
 from rookery.worker.compute import IDLE, ComputeStatus
-from rookery.worker.generation import FRAME_BYTES, SENT_BYTES, GenerationManager, HeldRequest
+from rookery.worker.engine.vllm.backend import VllmEnded
+from rookery.worker.failures import PassingFault
+from rookery.worker.generation import FRAME_BYTES, LOADS, SENT_BYTES, GenerationManager, HeldRequest
 from rookery.worker.memory import NoRoom, NotOnThisWorker
 from rookery.worker.transfer.http import CorruptDownload, ReadRefused, Unreachable
 
@@ -34,6 +37,8 @@ class Machine:
         self.switched: list[str] = []
         self.problem: Exception | None = None
         """Of the next pull."""
+        self.faults: list[Exception] = []
+        """Of the next submissions."""
 
     @property
     def status(self) -> ComputeStatus:
@@ -55,6 +60,8 @@ class Machine:
 
     def submit(self, generate: protocol.Generate, folder: Path | None, arrived: float, grammar: None) -> bool:
         assert generate.adapter is not None
+        if self.faults:
+            raise self.faults.pop(0)
         if not self._ensure(generate.adapter.hash, folder):
             return False
         self.users[generate.adapter.hash].append(generate.request)
@@ -182,6 +189,32 @@ async def test_a_request_that_another_worker_may_run_is_aborted_with_the_reason(
     await eventually(lambda: bool(held.held["r"].finish))
     [chunk] = held.take(0.0)
     assert chunk.finish == finish and reason in chunk.error and bool(chunk.error) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("fault", "repeated", "reason"),
+    [
+        (Unavailable("the engine is busy"), LOADS, ""),
+        (PassingFault("a fault"), LOADS, "a fault"),
+        (VllmEnded("it has ended"), 1, ""),
+    ],
+    ids=["busy", "fault", "ended"],
+)
+async def test_a_load_is_repeated_where_that_may_help_before_the_request_leaves(
+    fault: Exception, repeated: int, reason: str
+) -> None:
+    machine = Machine()
+    held = manager(machine)
+    held.first_pause = 0.001
+    machine.faults = [fault] * (repeated - 1)
+    held.generate(order("r", ref("a")))
+    await eventually(lambda: machine.begun == ["r"])
+    machine.faults = [fault] * repeated
+    held.generate(order("s", ref("b")))
+    await eventually(lambda: bool(held.held["s"].finish))
+    [chunk] = held.take(0.0)
+    assert chunk.finish == "abort" and reason in chunk.error and bool(chunk.error) == bool(reason)
+    assert not machine.faults and machine.begun == ["r"]
 
 
 CIRCUMSTANCES = {

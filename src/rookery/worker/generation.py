@@ -14,6 +14,8 @@ Promises:
 * A request waits for its own grammar and adapter only, and, where the adapters in use fill their share of the memory,
   for room: clients first, then in order of arrival. A request that fails (its adapter cannot be pulled, the engine
   refuses it) ends with a reason of one line and affects no other; as an aborted one where another worker may run it.
+* A load that meets a busy engine, or a fault of it that may pass, is repeated after growing pauses; then its request is
+  aborted, with the reason if it is a fault.
 * A request that switches to a newer version runs on until that version is loaded; a failed pull leaves it as it is.
   Every token keeps the version that sampled it, and no chunk has tokens of two.
 """
@@ -31,10 +33,11 @@ from typing import Literal
 import msgspec
 
 from rookery import protocol
+from rookery.errors import Unavailable
 from rookery.tokenization.grammar import ReplyGrammar
 from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
-from rookery.worker.failures import failure_category
+from rookery.worker.failures import PassingFault, WorkerBroken, failure_category
 from rookery.worker.grammars import Grammars
 from rookery.worker.memory import MemoryQueue
 from rookery.worker.transfer.client import TransferClient
@@ -45,6 +48,10 @@ log = logging.getLogger("rookery.worker.generation")
 FENCE_SECONDS = 120.0
 """For so long clients' requests go before those that wait for room; then only where rollouts keep their adapter in
 memory anyway. Longer than most replies; clients of ever the same adapters leave room to others after it."""
+
+LOADS, FIRST_PAUSE_SECONDS = 5, 0.5
+"""Attempts to load an adapter into an engine that is busy or has a fault, and the pause after the first: each later one
+is twice as long. After them another worker, or a later attempt here, may run the request."""
 
 FRAME_BYTES = 256 << 10
 """About the size of one message with output or log-probabilities: heartbeats and other tokens wait for it at most."""
@@ -194,6 +201,7 @@ class GenerationManager:
         self._adapter_room = MemoryQueue()
         self._grammars: Grammars | None = None
         """The engine's, once a request needed them."""
+        self.first_pause = FIRST_PAUSE_SECONDS
         self.failed = 0
         """Requests that ended with an error."""
         self.failed_switches = 0
@@ -279,7 +287,7 @@ class GenerationManager:
                 return
             # Another worker may run it: it is aborted, with the reason unless a later attempt here may run it, too.
             held.finish = "error" if failure_category(error) == "failed" else "abort"
-            held.error = "" if isinstance(error, Unreachable) else one_line(error)
+            held.error = "" if isinstance(error, Unreachable | Unavailable) else one_line(error)
             self.failed += 1
             log.warning("request %s failed: %s", held.generate.request, one_line(error), exc_info=not is_plain(error))
             self._on_output(True)
@@ -344,8 +352,16 @@ class GenerationManager:
         if resident and (runs or self._passes(ref, client=client)) and await call(None):
             return
         async with self._transfers.pulled(ref) as folder:
-            first = client and self._adapter_room.waited < FENCE_SECONDS
-            await self._adapter_room.run(lambda: call(folder), first=first)
+            for attempt in range(LOADS):
+                first = client and self._adapter_room.waited < FENCE_SECONDS
+                try:
+                    await self._adapter_room.run(lambda: call(folder), first=first)
+                    return
+                except (Unavailable, PassingFault) as error:
+                    if attempt == LOADS - 1 or isinstance(error, WorkerBroken):
+                        raise
+                    log.info("version %d of %s is loaded again: %s", ref.version, ref.policy, one_line(error))
+                await asyncio.sleep(self.first_pause * 2**attempt)
 
     def _passes(self, ref: protocol.AdapterRef, *, client: bool) -> bool:
         """Whether a request may keep this adapter in memory although others wait for room."""
