@@ -149,6 +149,55 @@ def test_where_a_chat_leaves_room_for_one_rollout_tenants_take_turns() -> None:
     assert had == {"large": 10, "small": 10}
 
 
+def charge(engine: NativeEngine, time: WorkerTime, used: Counter[str]) -> None:
+    """A step of 10 ms, whose time is charged as a worker without training does."""
+    time.divide(engine.sharing(), ())
+    assert engine.step()
+    seconds = 10.0 * engine.gate.rollout_share
+    tenants = [tenant for tenant, count in engine.tenant_tokens().items() if count]
+    time.charge(seconds, time.weights_within(tenants))
+    used.update(dict.fromkeys(tenants, seconds / max(1, len(tenants))))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_clients_without_objectives_share_the_time_with_other_tenants_rollouts(enabled: bool) -> None:
+    engine, time, used = gated(Clock(), enabled=enabled), WorkerTime({}), Counter[str]()
+    engine.share_time(time)
+    submit(engine, "jobs", 2, max_tokens=50)
+    submit(engine, "chats", 2, max_tokens=50, client=True)
+    for _ in range(30):
+        charge(engine, time, used)
+        assert set(used) <= set(engine.sharing())
+    assert min(used.values()) > 100 and abs(used["chats"] - used["jobs"]) <= 10, "the first slice is one's prompt"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_the_time_of_a_slice_is_that_of_the_rows_that_it_computed(rows: int) -> None:
+    """The gate allows rollouts, and a step has no room for them."""
+    engine, used = gated(Clock(), max_rows=rows), Counter[str]()
+    submit(engine, "jobs", 2, max_tokens=50)
+    for number in range(rows):
+        engine.submit(chat(f"chat{number}", tenant="chats", max_tokens=50, ttft_ms=1e6, tpot_ms=1e6))
+    for _ in range(6):
+        engine.step()
+    for _ in range(20):
+        before, steps = tokens(engine), engine.stats["decode_steps"]
+        charge(engine, WorkerTime({}), used)
+        if engine.stats["decode_steps"] > steps:
+            had = grown(engine, before)
+            assert engine.gate.rollout_share == sum("jobs" in name for name in had) / len(had)
+
+
+def test_the_prompt_of_a_waiting_client_is_a_clients() -> None:
+    engine = gated(Clock(), max_rows=2)
+    for number in range(4):
+        prompt = [number + 1] * 8
+        engine.submit(chat(f"chat{number}", tenant="chats", prompt=prompt, shared_prefix=8, reserved=number < 2))
+    engine.step()
+    assert engine.stats["prefill_tokens"] > 16, "more than the prompts of those that run"
+    assert not engine.tenant_tokens()["chats"] and engine.gate.rollout_share == 0
+
+
 @pytest.mark.parametrize("long", [20, 100])
 def test_a_prompt_joins_a_chats_behind_others_that_came_before(long: int) -> None:
     """Prompts of the large tenant fill the slice, or do not fit into it."""

@@ -79,7 +79,8 @@ class Engine(Protocol):
         ...
 
     def tenant_tokens(self) -> Mapping[str, float]:
-        """Tokens of rollouts in the present slice, or the last one, by tenant."""
+        """Tokens in the present slice, or the last one, of the tenants that share its time: rollouts', and those of
+        clients while none of their requests states an objective."""
         ...
 
     def share_time(self, time: WorkerTime) -> None:

@@ -44,7 +44,9 @@ class PrefillSlice:
     clients: Counter[str] = field(default_factory=Counter)
     """… those of clients among them …"""
     rollouts: Counter[str] = field(default_factory=Counter)
-    """… and those of rollouts, to which clients beyond their share count."""
+    """… those of rollouts, to which clients beyond their share count …"""
+    shared: Counter[str] = field(default_factory=Counter)
+    """… and those whose time the tenants share."""
     _widest: int = 0
     _keys: int = 0
 
@@ -62,15 +64,15 @@ class PrefillSlice:
         self,
         target: EngineRequest | SharedPrefix,
         chunk: SequenceChunk,
-        tenant: str,
-        *,
-        client: bool = False,
-        rollout: bool = True,
+        request: EngineRequest,
+        gate: SloGate,
     ) -> None:
-        count = len(chunk.tokens)
+        """``target`` is the ``request``, or a shared prompt that it needs."""
+        count, tenant = len(chunk.tokens), request.params.tenant
         self.tenants[tenant] += count
-        self.clients[tenant] += count if client else 0
-        self.rollouts[tenant] += count if rollout else 0
+        self.clients[tenant] += count if request.params.client else 0
+        self.rollouts[tenant] += 0 if gate.is_client(request) else count
+        self.shared[tenant] += count if gate.shares_time(request) else 0
         self._widest = max(self._widest, count)
         self._keys += chunk.prefix_length + chunk.start + count
         self.work.append((target, chunk))
@@ -271,8 +273,8 @@ class Admission:
             self.waiting.remove(request)
         self._free(request)
 
-    def waiting_prefixes(self, fits: Callable[[int], bool]) -> Iterator[tuple[SharedPrefix, str]]:
-        """Shared prompts that waiting requests need first, each with a slot and its tenant: for a caller that computes
+    def waiting_prefixes(self, fits: Callable[[int], bool]) -> Iterator[tuple[SharedPrefix, EngineRequest]]:
+        """Shared prompts that waiting requests need first, each with a slot and its request: for a caller that computes
         each one whole and passes it to :meth:`retain_prefix`. Those of adapters with other weights are left out.
         Ends at the first that does not fit, or for which there is no room."""
         known = set(self._prefixes)
@@ -284,7 +286,7 @@ class Admission:
             if slot is None:
                 return
             known.add(key)
-            yield SharedPrefix(key, slot), request.params.tenant
+            yield SharedPrefix(key, slot), request
 
     def plan_prefill(self, max_tokens: int, max_keys: int, time: WorkerTime) -> PrefillSlice:
         """Requests of clients, then the oldest, then others of its adapter, since every adapter in a slice costs
@@ -322,14 +324,13 @@ class Admission:
                     continue
                 break
             chunk = sequence_chunk(lora(row.key), tokens[start : start + count], start, target.slot, prefix)
-            client, rollout = row.params.client, not is_client(row)
-            plan.add(target, chunk, row.params.tenant, client=client, rollout=rollout)
-            missing[row.params.tenant] -= count if rollout else 0
+            plan.add(target, chunk, row, self._gate)
+            missing[row.params.tenant] -= 0 if is_client(row) else count
         self._prefilled.end(plan.rollouts, (tenant for tenant, left in missing.items() if left > 0), weights)
         if plan.work:
-            for prefix, tenant in self.waiting_prefixes(plan.fits):
+            for prefix, request in self.waiting_prefixes(plan.fits):
                 chunk = sequence_chunk(lora(prefix.key[0]), prefix.tokens, 0, prefix.slot, None)
-                plan.add(prefix, chunk, tenant)
+                plan.add(prefix, chunk, request, self._gate)
         return plan
 
     def retain_prefix(self, prefix: SharedPrefix) -> None:

@@ -125,9 +125,9 @@ class NativeEngine:
         """Prefill slices since the last decode step."""
         self._time = WorkerTime({})
         self._computed: Counter[str] = Counter()
-        """By tenant, the tokens of the last slice; those of clients among them, and those of rollouts."""
+        """By tenant, the tokens of the last slice; those of clients among them, and those whose time is shared."""
         self._of_clients: Counter[str] = Counter()
-        self._of_rollouts: Counter[str] = Counter()
+        self._sharing: Counter[str] = Counter()
         self._decoded = ServedItems()
         """Tokens of rollouts in decode steps."""
 
@@ -161,12 +161,10 @@ class NativeEngine:
         return rows
 
     def sharing(self) -> Collection[str]:
-        """Without clients' requests with objectives, whose time counts for nobody."""
-        paid = self.gate.is_client if self.gate.tracked else lambda row: False
-        return {row.params.tenant for row in self.admission.running if not paid(row)}
+        return {row.params.tenant for row in self.admission.running if self.gate.shares_time(row)}
 
     def tenant_tokens(self) -> Mapping[str, float]:
-        return self._of_rollouts
+        return self._sharing
 
     def share_time(self, time: WorkerTime) -> None:
         self._time = time
@@ -314,6 +312,7 @@ class NativeEngine:
         self.stats[f"{kind}_seconds"] += seconds
         if size:
             tokens = max(1, self._computed.total())
+            self.gate.rollout_share = self._sharing.total() / tokens
             self.gate.record(kind, size, seconds, {name: n / tokens for name, n in self._of_clients.items()})
         return size > 0
 
@@ -356,8 +355,6 @@ class NativeEngine:
         chosen = self._masked(rows[: self.limits.max_rows])
         computed = Counter(row.params.tenant for row in chosen if not self.gate.is_client(row))
         self._decoded.end(computed, Counter(tenants) - computed, weights)
-        if chosen:
-            self._of_rollouts = computed
         return chosen
 
     # --- prefill ----------------------------------------------------------------------------------------------------
@@ -384,7 +381,7 @@ class NativeEngine:
         work = plan.work
         if not work:
             return 0
-        self._computed, self._of_clients, self._of_rollouts = plan.tenants, plan.clients, plan.rollouts
+        self._computed, self._of_clients, self._sharing = plan.tenants, plan.clients, plan.shared
         self.runner.prepare_adapters(chunk.key for _, chunk in work)
         work.sort(key=lambda item: (self.loras.slot_order(item[1].key), item[1].key))
         hidden, last = self.runner.prefill([chunk for _, chunk in work])
@@ -435,6 +432,7 @@ class NativeEngine:
             return 0
         self._computed = Counter(row.params.tenant for row in rows)
         self._of_clients = Counter(row.params.tenant for row in rows if row.params.client)
+        self._sharing = Counter(row.params.tenant for row in rows if self.gate.shares_time(row))
         self.runner.prepare_adapters(self.loras.lora_key(row.key) for row in rows)
         rows.sort(key=lambda row: (self.loras.slot_order(row.key), row.key))
         drafts = self._drafts(rows)

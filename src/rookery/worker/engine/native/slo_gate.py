@@ -105,7 +105,7 @@ class SloGate:
         self.training_waits = False
         """A training slice waits for slack: rollouts add nothing to decode steps, so that it is there soon."""
         self.rollout_share = 1.0
-        """Share of the tokens of the last slice that were not interactive requests'."""
+        """Share of the tokens of the last slice whose time the tenants share."""
         self.beyond: frozenset[str] = frozenset()
         """Tenants whose clients used more than their share."""
         self.trained: Collection[str] = ()
@@ -178,28 +178,29 @@ class SloGate:
         """Whether it is a client's request that the gate never holds back."""
         return row.params.client and row.params.tenant not in self.beyond
 
+    def shares_time(self, row: EngineRequest) -> bool:
+        """Whether the tenants share the time of its tokens. While a request has objectives, that of clients counts
+        for nobody."""
+        return not (self.tracked and self.is_client(row))
+
     def decode_rows(self, rows: list[EngineRequest]) -> list[EngineRequest]:
         """The rows among ``rows`` that the next decode step computes: clients' and the first ones of the others."""
-        self.rollout_share = 1.0
         if not self.tracked or self.open:
             return rows
         own = [row for row in rows if self.is_client(row)]
         others = [row for row in rows if not self.is_client(row)]
         count = 0 if self.training_waits else self._admit("decode", len(own), len(others))
-        self.rollout_share = count / max(1, len(own) + count)
         return own + others[:count]
 
     def prefill_tokens(self, rows: Sequence[EngineRequest], limit: int) -> int:
         """The tokens of the next prefill slice, padding included: what the clients' among ``rows`` need, at most
         ``limit``, and as much more as rollouts may have."""
-        self.rollout_share = 1.0
         if not self.tracked or self.open:
             return limit
         clients = [row.prefill_target for row in rows if self.is_client(row) and not row.prefilled]
         missing = {id(target): target.missing for target in clients}  # a shared prompt counts once
         own = min(limit, max(missing.values(), default=0) * len(missing))
         others = self._admit("prefill", own, limit - own)
-        self.rollout_share = others / max(1, own + others)
         return own + others if own or others >= min(LEAST_PREFILL, limit) else 0
 
     def allows_training(self, spent: float = 0.0) -> bool:
