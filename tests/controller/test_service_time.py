@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,6 +35,7 @@ from rookery.controller.service_time import (
 )
 from rookery.controller.validation import JobValidator
 from rookery.errors import TooManyRequests, UserError
+from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.turns import in_thread
 
@@ -267,9 +269,6 @@ async def test_time_after_the_end_of_a_request_is_charged_in_full() -> None:
 async def test_the_next_check_is_charged_the_mean_of_earlier_ones_in_advance(tmp_path: Path) -> None:
     times, _ = made()
 
-    async def allowed(tenant: str) -> None:
-        pass
-
     async def chunks() -> AsyncIterator[bytes]:
         yield b"{}"
 
@@ -278,8 +277,16 @@ async def test_the_next_check_is_charged_the_mean_of_earlier_ones_in_advance(tmp
         raise UserError("no row")
 
     store = SimpleNamespace(run=in_thread)
-    services = cast(Any, SimpleNamespace(store=store, artifacts=Artifacts(tmp_path), threads=in_thread))
-    quotas = cast(Any, SimpleNamespace(check_time=times, check_stored=allowed))
+    services = cast(
+        Any,
+        SimpleNamespace(store=store, artifacts=Artifacts(tmp_path), threads=in_thread, settings=Settings.load({})),
+    )
+
+    async def allowed(tenant: str) -> None:
+        pass
+
+    uploading = lambda tenant: nullcontext(lambda size: None)  # noqa: E731
+    quotas = cast(Any, SimpleNamespace(check_time=times, check_stored=allowed, uploading=uploading))
     unused = cast(Any, None)
     validator = JobValidator(services, unused, unused, quotas, unused, unused, in_thread)
     with pytest.raises(UserError):

@@ -135,7 +135,8 @@ def _starts_sizes_and_kept_answers(op: Operations) -> None:
     op.create_index("versions_kept", "versions", ["tenant", "kept", "policy", "version"])
     op.create_index("steps_by_version", "steps", ["job", "version"])
     op.add_column("evaluations", Column("kept", Boolean, nullable=False, server_default=true()))
-    op.create_index("evaluations_by_job", "evaluations", ["job", "created"])
+    op.create_index("evaluations_by_job", "evaluations", ["job", "policy", "version"])
+    op.create_index("evaluations_by_time", "evaluations", ["job", "created"])
 
 
 def _groups_without_split(op: Operations) -> None:

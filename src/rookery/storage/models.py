@@ -265,7 +265,10 @@ class GroupRow(OwnedRow, kw_only=True):
 
 class EvaluationRow(OwnedRow):
     __tablename__ = "evaluations"
-    __table_args__ = (Index("evaluations_by_job", "job", "created"),)
+    __table_args__ = (
+        Index("evaluations_by_job", "job", "policy", "version"),
+        Index("evaluations_by_time", "job", "created"),
+    )
 
     policy: Mapped[OfPolicy]
     version: Mapped[Number]

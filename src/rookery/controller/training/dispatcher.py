@@ -349,6 +349,8 @@ class TrainingDispatcher:
             kind, seconds = type(message).__name__, self._settings.worker.request_timeout_seconds
             raise _RetryElsewhere(f"worker {worker.name} did not answer {kind} within {seconds:g} s") from None
         finally:
+            if future.done() and not future.cancelled():
+                future.exception()  # of a worker that was lost in the moment of a cancellation, which comes first
             del in_flight[message.op], self._logprobs[message.op]
             self._sent.pop(message.op, None)
             if not in_flight:

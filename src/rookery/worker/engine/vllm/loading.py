@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from rookery import protocol
 from rookery.errors import UserError
@@ -42,6 +41,8 @@ def load_vllm(folder: Path, settings: Settings, dtype: str, cache_bytes: int | N
         backend = Attached(settings)
     else:
         backend = InProcess(lambda: published(folder), settings, dtype, cache_bytes)
+    from transformers import AutoConfig  # takes half a second, which other workers need not spend
+
     native = None
     with suppress(UserError):  # of a family that the native decoder does not know
         native = DecoderConfig.read(folder)
