@@ -580,13 +580,10 @@ class JobValidator:
     async def _keep(self, tenant: str, kind: UploadKind, staging: Staging, name: str = "") -> str:
         """Commit an upload of the tenant; returns its hash."""
         services = self._services
-        manifest = await services.store.transfer(self._collector.commit, staging)
-        try:
+        async with self._collector.storing(staging) as manifest:
             size = sum(shard.size for shard in manifest.shards)
             now = services.clock.time()
             await services.store.write(tenants.add_upload, tenant, kind, manifest.hash, size, now, name)
-        finally:
-            self._collector.named(manifest.hash)
         return manifest.hash
 
 

@@ -1,4 +1,5 @@
-"""Deletions of artifacts: in a place that is slow, or does not answer, and of artifacts that come to be named again."""
+"""Deletions of artifacts: in a place that is slow, or does not answer, of artifacts that come to be named again, and of
+those that a cancelled caller's row write names."""
 
 from __future__ import annotations
 
@@ -6,16 +7,21 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.peers import eventually
 
+from rookery import protocol
+from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.errors import UnreadableArtifact
-from rookery.storage.artifacts import Artifacts
+from rookery.storage.artifacts import Artifacts, Staging
 from rookery.storage.db import Database
 from rookery.storage.repositories import tenants
 from rookery.storage.store import StorageWriter, Store
+from rookery.turns import work_of
 
 
 class Place(Artifacts):
@@ -66,6 +72,38 @@ class Scene:
             digest = staging.commit().hash
         self.database.write(tenants.add_upload, "alice", "dataset", digest, 1, 0.0)
         return digest
+
+    def staged(self, content: bytes) -> Staging:
+        staging = self.place.begin()
+        staging.write("x", [content])
+        return staging
+
+    async def name(self, digest: str) -> None:
+        """A row of alice comes to name the artifact."""
+        await self.store.write(tenants.add_upload, "alice", "dataset", digest, 1, 0.0)
+
+    async def commit_version(self) -> None:
+        """As a commit of trained weights does."""
+        references: Any = SimpleNamespace(withdraw=lambda digest: None)
+        rest: Any = None
+        training = TrainingDispatcher(
+            rest, references, self.collector, rest, rest, rest, rest, self.store.transfer, rest
+        )  # fmt: skip
+        manifest = await self.store.transfer(self.collector.commit, self.staged(b"1"))
+        async with training.with_ticket("policy", manifest.hash):
+            await self.name(manifest.hash)
+
+    async def keep_upload(self) -> None:
+        """As an upload of a dataset or an adapter does."""
+        async with self.collector.storing(self.staged(b"1")) as manifest:
+            await self.name(manifest.hash)
+
+    async def copy_pinned(self) -> None:
+        """As a policy that begins from stored weights does."""
+        digest = self.staged(b"1").commit().hash
+        ref = protocol.AdapterRef(policy="policy", version=0, hash=digest, rank=8, alpha=16.0)
+        async with self.collector.pin(ref):
+            await self.name(digest)
 
     def named(self) -> set[str]:
         return {row.hash for row in self.database.read(tenants.uploads, "alice")}
@@ -123,3 +161,56 @@ async def test_cancelled_deletion_is_tried_again(scene: Scene) -> None:
     scene.place.answers.set()
     await scene.collector.delete_left()
     assert not scene.place.hashes() and not scene.collector.left
+
+
+@pytest.mark.parametrize("cancellations", [1, 2])
+@pytest.mark.parametrize("caller", [Scene.commit_version, Scene.keep_upload, Scene.copy_pinned])
+async def test_cancelled_row_write_never_loses_its_artifact(scene: Scene, caller: Any, cancellations: int) -> None:
+    """The write waits behind another call of its tenant while its caller is cancelled, and others try a deletion."""
+    began, over = threading.Event(), threading.Event()
+
+    def block() -> None:
+        began.set()
+        assert over.wait(20)
+
+    with work_of("alice"):
+        blocked = asyncio.create_task(scene.store.run(block))
+        assert await asyncio.to_thread(began.wait, 20)
+        task = asyncio.create_task(caller(scene))
+    await eventually(lambda: bool(scene.collector.pins))
+    for _ in range(2):  # its row write is in the line after the stored bytes were reported
+        await scene.store.transfer(list)
+    for _ in range(cancellations):
+        task.cancel()
+        await scene.store.transfer(list)
+        await scene.store.transfer(list)
+    [digest] = scene.place.hashes()
+    scene.collector.left.add(digest)
+    await scene.collector.delete_left()
+    over.set()
+    await blocked
+    await asyncio.wait([task])
+    with work_of("alice"):
+        await scene.store.run(list)
+    await eventually(lambda: not scene.collector.pins)
+    assert task.cancelled() and scene.named() == scene.place.hashes() == {digest}
+
+
+async def test_cancelled_upload_leaves_no_pin(scene: Scene) -> None:
+    """It is cancelled while its bytes are stored."""
+    began, over = threading.Event(), threading.Event()
+
+    def block() -> None:
+        began.set()
+        assert over.wait(20)
+
+    blocked = asyncio.create_task(scene.store.transfer(block))
+    assert await asyncio.to_thread(began.wait, 20)
+    task = asyncio.create_task(scene.keep_upload())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    over.set()
+    await asyncio.wait([blocked, task])
+    assert task.cancelled() and not scene.collector.pins and not scene.named()

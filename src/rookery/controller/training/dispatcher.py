@@ -440,20 +440,19 @@ class TrainingDispatcher:
 
     async def discard(self, policy: str, digest: str) -> None:
         """Delete an artifact of :meth:`uploading` that no version will name."""
-        await self._transfer(self._collector.drop, policy, digest)
+        await self._collector.drop(policy, digest)
         self._references.unpublish([digest])
 
     @asynccontextmanager
     async def with_ticket(self, policy: str, digest: str) -> AsyncIterator[None]:
         """Within, a version of ``policy`` comes to name an artifact of :meth:`uploading`. Await nothing between the
         two: a cancellation there would leave the artifact for ever."""
-        try:
-            yield
-        except BaseException:  # the commit may have succeeded all the same: drop() finds out
-            self._references.withdraw(digest)
-            await self._transfer(self._collector.drop, policy, digest)
-            raise
-        self._collector.named(digest)
+        async with self._collector.naming(policy, digest):
+            try:
+                yield
+            except BaseException:
+                self._references.withdraw(digest)
+                raise
 
     # In the thread of transfers, where these keep their order:
 
@@ -474,7 +473,7 @@ class TrainingDispatcher:
         self._tickets.collect(upload.ticket)
         upload.staging.abandon()
         if upload.published is not None:
-            self._collector.drop(*upload.published)
+            self._collector.drop_unwritten(*upload.published)
         return upload.staging.full
 
     # --- events -------------------------------------------------------------------------------------------------------

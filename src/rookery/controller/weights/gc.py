@@ -7,6 +7,10 @@ or upload) and nothing in memory pins it:
 * an uploaded artifact is pinned until a version names it (:meth:`ArtifactCollector.hold`): equal content is one
   artifact, so retention of one job must not delete the upload of another.
 
+A submitted row write runs even if its caller is cancelled. Whatever ends a pin or drops an upload after an error
+follows, in the writer's line of the same tenant, every row write that its caller has submitted and that may name the
+artifact (:meth:`ArtifactCollector._after_writes`).
+
 Rows disappear in :meth:`ArtifactCollector.delete_unnamed`; an artifact that is pinned then is deleted when its last pin
 ends, and one whose place does not answer then by :meth:`ArtifactCollector.delete_left`. An upload that no version came
 to name is deleted by :meth:`ArtifactCollector.drop`. At the start of the service :meth:`ArtifactCollector.collect_all`
@@ -22,14 +26,17 @@ refused.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
 
 from rookery import protocol
+from rookery.aio import BackgroundTasks
 from rookery.controller.weights.store import WeightStore
 from rookery.errors import ArtifactsAway, DatabaseAway, StorageFull, Unavailable
 from rookery.storage.artifacts import Artifacts, Staging
@@ -37,6 +44,8 @@ from rookery.storage.repositories import versions
 from rookery.storage.store import Store
 
 log = logging.getLogger("rookery.controller.weights.gc")
+
+T = TypeVar("T")
 
 ORPHAN_KEEP_SECONDS = 86400.0
 """An artifact that the database does not name when the service starts is deleted by a start that comes this much later,
@@ -56,6 +65,8 @@ class ArtifactCollector:
         self._weight_store = weight_store
         self._lock = threading.Lock()
         """Guards ``pins``, ``deferred`` and ``left``: the event loop and threads change them."""
+        self._ends = BackgroundTasks()
+        """Ends of pins and drops of uploads that wait for row writes."""
         self._deletion = threading.RLock()
         """Held from the check whether an artifact may be deleted to its deletion, which may wait for a network."""
 
@@ -70,9 +81,60 @@ class ArtifactCollector:
         self.hold(ref.hash)
         try:
             yield
-        finally:
-            if self._release(ref.hash):
-                await self.delete_unnamed(versions.unnamed, ref.hash)
+        except BaseException:  # nobody waits for the end of the pin: a cancelled request ends at once
+            self._ends.start(self._after_writes(partial(self._unpin_late, ref.hash)))
+            raise
+        await self._unpin(ref.hash)
+
+    async def _unpin(self, digest: str) -> None:
+        if self._release(digest):
+            await self.delete_unnamed(versions.unnamed, digest)
+
+    async def _unpin_late(self, digest: str) -> None:
+        with suppress(StorageFull, Unavailable, OSError):  # it was reported, and is deleted later
+            await self._unpin(digest)
+
+    @asynccontextmanager
+    async def storing(self, staging: Staging) -> AsyncIterator[protocol.Manifest]:
+        """Store an upload; within, a row comes to name it."""
+        held: list[str] = []
+
+        def commit() -> protocol.Manifest:
+            manifest = self.commit(staging)
+            held.append(manifest.hash)
+            return manifest
+
+        async def release() -> None:
+            for digest in await self._store.transfer(held.copy):
+                self.named(digest)
+
+        try:
+            manifest = await self._store.transfer(commit)
+            yield manifest
+        except BaseException:  # the row may be written all the same
+            await self._after_writes(release)
+            raise
+        self.named(manifest.hash)
+
+    @asynccontextmanager
+    async def naming(self, policy: str, digest: str) -> AsyncIterator[None]:
+        """Within, a version of ``policy`` comes to name an uploaded artifact; after an error it is dropped."""
+        try:
+            yield
+        except BaseException:  # the commit may have succeeded all the same: the drop finds out
+            await self.drop(policy, digest)
+            raise
+        self.named(digest)
+
+    async def _after_writes(self, end: Callable[[], Awaitable[T]]) -> T:
+        """The result of ``end()``, which is called when each row write that this task has submitted before has ended.
+        It is called also where the caller is cancelled during this wait."""
+
+        async def run() -> T:
+            await self._store.run(_nothing)
+            return await end()
+
+        return await asyncio.shield(self._ends.start(run()))
 
     def hold(self, digest: str) -> None:
         """Pin an artifact until :meth:`named` or :meth:`drop`."""
@@ -95,9 +157,13 @@ class ArtifactCollector:
         if self._release(digest):
             self._leave([digest])  # perhaps it failed to
 
-    def drop(self, policy: str, digest: str) -> None:
-        """Runs in :meth:`Store.transfer`: end the pin of an artifact that was uploaded for ``policy`` and, as far as
-        known, never named; delete it if so. Where that cannot be established, it stays until the next start."""
+    async def drop(self, policy: str, digest: str) -> None:
+        """End the pin of an artifact that was uploaded for ``policy`` and, as far as known, never named; delete it if
+        so. Where that cannot be established, it stays until the next start."""
+        await self._after_writes(lambda: self._store.transfer(self.drop_unwritten, policy, digest))
+
+    def drop_unwritten(self, policy: str, digest: str) -> None:
+        """As :meth:`drop`, in :meth:`Store.transfer`, where no row write was submitted that may name the artifact."""
         try:
             with self._deletion:
                 self._release(digest)
@@ -187,3 +253,7 @@ class ArtifactCollector:
         """Nothing may name these any more."""
         with self._lock:
             self.left.update(hashes)
+
+
+def _nothing() -> None:
+    """The last call of a line ends after the others."""
