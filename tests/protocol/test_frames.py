@@ -174,17 +174,24 @@ async def test_a_tenants_messages_delay_anothers_by_one() -> None:
     await cancel_all(writing)
 
 
-async def test_a_frame_is_made_in_its_turn_and_one_too_large_fails_alone() -> None:
+async def test_a_frame_is_made_in_its_turn_and_one_that_cannot_be_made_fails_alone() -> None:
     connection = Gated()
     outbox = Outbox(connection, 1, SystemClock())
     first, large, last = reset("one"), reset("large", bytes(protocol.MAX_FRAME)), reset("last")
-    offers = [outbox.offer(message, "a") for message in (first, large, last)]
+    unfit = [reset("unfit") for _ in range(3)]
+    for message, value in zip(unfit, (1 << 70, object(), "\ud800"), strict=True):
+        message.options = {"value": value}
+    offers = [outbox.offer(message, "a") for message in (first, large, last, *unfit)]
+    offers.append(outbox.offer(reset("after"), "a"))
     writing = asyncio.create_task(outbox.write())
     await asyncio.sleep(0)
     last.episode = "changed"  # no frame of it is kept
-    await connection.accept(2)
-    assert connection.episodes() == ["one", "changed"]
+    await connection.accept(3)
+    assert connection.episodes() == ["one", "changed", "after"]
     with pytest.raises(protocol.FrameTooLarge, match="Reset has 671"):
         await offers[1]
-    await asyncio.gather(offers[0], offers[2])
+    for offer, error in zip(offers[3:6], (OverflowError, TypeError, UnicodeEncodeError), strict=True):
+        with pytest.raises(error):
+            await offer
+    await asyncio.gather(offers[0], offers[2], offers[6])
     await cancel_all(writing)

@@ -33,7 +33,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from rookery.aio import cancel_all, first_of
 from rookery.clock import Clock
 from rookery.network import client_tls, proxy_of, service_url
-from rookery.protocol import MAX_FRAME, BadFrame, FrameTooLarge, decode, encode, frame_of
+from rookery.protocol import MAX_FRAME, BadFrame, decode, encode, frame_of
 from rookery.protocol.common import PROTOCOL, HelloRejected, Message
 from rookery.protocol.envhost import HostWelcome
 from rookery.protocol.worker import Welcome
@@ -126,8 +126,8 @@ class Outbox:
 
     def offer(self, message: Message, tenant: str) -> asyncio.Future[None]:
         """Send a message of any size in the tenant's turn; its frame is made then. The future is done when the
-        connection has accepted it, and has :class:`~rookery.protocol.FrameTooLarge` where nothing of it is sent. Cancel
-        it to withdraw a message that still waits."""
+        connection has accepted it, and has :class:`~rookery.protocol.FrameTooLarge`, or the error of a value that no
+        frame can carry, where nothing of it is sent. Cancel it to withdraw a message that still waits."""
         offer = _Offer(message, asyncio.get_running_loop().create_future())
         self._lines.add(tenant, offer)
         self._filled.set()
@@ -149,10 +149,11 @@ class Outbox:
 
     async def _send_offer(self, offer: _Offer) -> None:
         try:
-            await self._send(frame_of(offer.message))
-        except FrameTooLarge as error:
+            frame = frame_of(offer.message)
+        except Exception as error:  # of this message alone: the others are sent
             offer.sent.set_exception(error)
             return
+        await self._send(frame)
         if not offer.sent.done():
             offer.sent.set_result(None)
 
