@@ -531,6 +531,22 @@ async def test_an_episode_that_ends_while_its_host_is_away_is_closed_when_it_is_
     assert sorted(host.closed) == sorted(left), "each once"
 
 
+@pytest.mark.parametrize("name", ["{job}-g9999-0", "{job}-e4-17", "{job}-e4-17-left-hand", "{job}-e4-17-b-a1b2c3"])
+async def test_end_of_a_job_closes_every_episode_that_its_host_claimed(service: Service, name: str) -> None:
+    """Also those of its evaluations, of several policies or attempts."""
+    await service.worker().join()
+    host = await service.host(script=steps(lambda message: HANG)).join()
+    job = await run(service)
+    await eventually(lambda: bool(host.executed))
+    other = service.host(instance="claims")
+    claimed, strange = name.format(job=job), name.format(job=f"{job}0")
+    other.episodes = {claimed: None, strange: None}  # type: ignore[assignment]
+    await other.join()
+    await eventually(lambda: other.closed == [strange])
+    await service.controller.cancel("alice", job)
+    await eventually(lambda: other.closed == [strange, claimed])
+
+
 async def test_a_reconnected_host_closes_episodes_that_are_replayed_elsewhere(service: Service) -> None:
     """While the job goes on: only of that."""
     job, first, second = await lose_host(service, True)

@@ -20,7 +20,8 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -108,6 +109,13 @@ class HostCall:
         return max(self.since, active if self.queued else self.since) + timeout
 
 
+class OpenEpisode(NamedTuple):
+    """An episode of a host: its name, and the job that it belongs to."""
+
+    name: str
+    job: str
+
+
 @dataclass(eq=False)
 class EnvironmentHost:
     """One host process. While it is not ``connected``, its episodes and calls wait for it to reconnect."""
@@ -120,8 +128,8 @@ class EnvironmentHost:
     connected: bool = True
     left: float = 0.0
     """When its connection ended."""
-    episodes: IndexedDict[str, str] = field(default_factory=lambda: IndexedDict(job=_job_of))
-    """The names of the episodes that may continue there; a host that reconnects is sent a close for any other."""
+    episodes: IndexedDict[str, OpenEpisode] = field(default_factory=lambda: IndexedDict(job=attrgetter("job")))
+    """By name, the episodes that may continue there; a host that reconnects is sent a close for any other."""
     called: dict[str, str] = field(default_factory=dict)
     """Of these, those that this process has called there, with their tenants: no other host continues them."""
     calls: dict[str, HostCall] = field(default_factory=dict)
@@ -199,7 +207,7 @@ class EnvironmentHosts:
         outbox = Outbox(connection, self._epoch, self._clock)
         if host is None:
             host = self.hosts[owner, hello.instance] = EnvironmentHost(owner, hello, outbox, self._clock.monotonic())
-            host.episodes.update({name: name for name in continuing})
+            host.episodes.update({episode.name: episode for episode in continuing})
         else:
             host.hello, host.outbox, host.connected = hello, outbox, True
             host.interrupt()
@@ -237,16 +245,16 @@ class EnvironmentHosts:
         if (changed := self._changed.get(owner)) is not None:
             changed.notify()
 
-    async def _continuing(self, owner: str, hello: protocol.HostHello) -> set[str]:
+    async def _continuing(self, owner: str, hello: protocol.HostHello) -> set[OpenEpisode]:
         """Of the episodes that a host has from before this process, those of its owner whose jobs have not ended.
         Nothing is awaited between this answer and the host's registration, so that a job which ends finds them
         there."""
         if not hello.episodes or (owner, hello.instance) in self.hosts:
             return set()
         unfinished = set(await self._unfinished(owner))
-        known = [name for name in hello.episodes if _job_of(name) in unfinished]
+        known = [OpenEpisode(name, job) for name in hello.episodes if (job := _job_of(name, unfinished)) is not None]
         elsewhere = [host.called for one in {owner, SERVICE} for host in self.hosts.of(owner=one)]
-        return {name for name in known if not any(name in called for called in elsewhere)}
+        return {episode for episode in known if not any(episode.name in called for called in elsewhere)}
 
     @staticmethod
     def _check(owner: str, hello: Any) -> None:
@@ -409,7 +417,7 @@ class EnvironmentHosts:
             for other in self.hosts.of(owner=host.owner):  # it has a copy from before this process
                 if other is not host and message.episode in other.episodes:
                     self.close_episode(other, message.episode)
-        host.episodes[message.episode] = message.episode
+        host.episodes[message.episode] = OpenEpisode(message.episode, environment.job)
         host.called[message.episode] = environment.tenant
         answer = await self._call(host, environment, message, protocol.Observation, limited=limited)
         if answer.error:
@@ -427,7 +435,7 @@ class EnvironmentHosts:
         for host in self.hosts.values():
             host.active.pop(job, None)
             for episode in sorted(host.episodes.of(job=job)):
-                self.close_episode(host, episode)
+                self.close_episode(host, episode.name)
 
     async def _call(
         self,
@@ -472,6 +480,8 @@ class EnvironmentHosts:
         except protocol.FrameTooLarge as large:
             limit = f"at most {protocol.MAX_FRAME >> 20} MB can be sent to a host; make prompts and messages shorter"
             raise EnvironmentFailed(f"{_kind(message)} has {large.size} bytes, {limit}") from None
+        except (OverflowError, TypeError, ValueError) as error:
+            raise EnvironmentFailed(f"{_kind(message)} has a value that cannot be sent to a host: {error}") from error
         call.since = asyncio.get_running_loop().time()
 
     @staticmethod
@@ -504,9 +514,11 @@ class EnvironmentHosts:
             raise HostLost("its environment host left", deterministic)
 
 
-def _job_of(episode: str) -> str:
-    """The job of an episode, whose name is JOB-GROUP-MEMBER."""
-    return episode.rsplit("-", 2)[0]
+def _job_of(episode: str, jobs: Collection[str]) -> str | None:
+    """The one of ``jobs`` that an episode belongs to, whose name is JOB-GROUP-MEMBER, or JOB-eVERSION-NUMBER and more
+    parts where it evaluates."""
+    names = (episode[:length] for length in {len(job) for job in jobs} if episode[length : length + 1] == "-")
+    return next((name for name in names if name in jobs), None)
 
 
 def _kind(message: EnvironmentMessage) -> str:
