@@ -332,6 +332,13 @@ except StorageFull as error:
     assert "bytes free" in str(error)
 else:
     raise AssertionError("an upload may take the last of the disk")
+with artifacts.begin() as staging:
+    try:
+        staging.write("a", [b"small"], 1 << 60)
+    except StorageFull as error:
+        assert "bytes free" in str(error)
+    else:
+        raise AssertionError("a file of an upload may take the last of the disk")
 assert artifacts.hashes() == set(kept) and not list((root / "artifacts/.staging").iterdir())
 for hash in kept:
     artifacts.verify(hash)

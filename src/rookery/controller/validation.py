@@ -535,12 +535,13 @@ class JobValidator:
         """Store the files of an archive that arrives in pieces, never held whole; returns their hash. Raises what
         ``unpack(path)`` raises; then nothing of it stays."""
         await self._quotas.check_stored(tenant)
+        reserve = self._services.settings.server.reserved_disk_bytes
         async with self._uploaded(tenant, ARCHIVE, chunks) as received, self._staging() as staging:
 
             def write() -> None:
                 with unpack(received.path(ARCHIVE)) as files:
                     for name, content in files.items():
-                        staging.write(name, content)
+                        staging.write(name, content, reserve)
 
             await self._services.threads(write)
             return await self._keep(tenant, "adapter", staging)

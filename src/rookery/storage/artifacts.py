@@ -452,12 +452,13 @@ class Staging:
             room = self._max_bytes - others
             return ShardWriter(self._folder, name, room, self._shards, self._artifacts.writing, check)
 
-    def write(self, name: str, chunks: Iterable[bytes]) -> Shard:
-        """Writes one file, durable when this returns; a file of the same name is replaced (an upload tried again).
+    def write(self, name: str, chunks: Iterable[bytes], reserve: int = 0) -> Shard:
+        """Writes one file, durable when this returns; a file of the same name is replaced (an upload tried again). It
+        leaves a ``reserve`` of the disk as in :meth:`begin`.
 
         Raises :class:`UserError` for a bad name or too many bytes, :class:`StorageFull`; then nothing of it stays."""
         try:
-            with self.begin(name) as writer:
+            with self.begin(name, reserve) as writer:
                 for chunk in chunks:
                     writer.write(chunk)
                 return writer.finish()
