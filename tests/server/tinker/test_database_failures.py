@@ -256,6 +256,21 @@ async def test_step_that_is_not_executed_drops_its_gradient(service: Service, mi
     assert ends[0] == ends[1]
 
 
+async def test_fetched_results_that_were_not_deleted_are_deleted_later(service: Service) -> None:
+    visitor = await Client(service).begin()
+    fetched = await visitor.sample(await visitor.sampler(None), 0)
+    await visitor.outcome(fetched)
+    database, times = Refusing(service, "drop_futures", GONE), visitor.sessions.times
+    service.clock.now += times.fetched + 1
+    with pytest.raises(type(GONE)):
+        await visitor.sessions.sweep()
+    database.trouble = None
+    service.clock.now += times.fetched + 1
+    await visitor.sessions.sweep()
+    with pytest.raises(NotFound):
+        await visitor.store.read(sessions.get_future, "alice", fetched)
+
+
 async def without_room(worker: ScriptedWorker, op: Any) -> protocol.OperationDone | None:
     """The disk of the service is full when a step is uploaded."""
     staging = worker.tickets.staging(op.upload) if isinstance(op, protocol.OptimStep) else None

@@ -207,7 +207,9 @@ async def test_results_are_deleted_some_time_after_they_were_fetched(service: Se
     visitor = await Client(service).begin()
     sampler = await visitor.sampler(None)
     fetched, other = await visitor.sample(sampler, 0), await visitor.sample(sampler, 1)
-    await visitor.outcome(fetched)
+    gradient = await visitor.send(forward([1, 2, 3]))
+    for request in (fetched, gradient):
+        await visitor.outcome(request)
     await eventually(lambda: len(visitor.sessions.futures) == 0)
     times = visitor.sessions.times
     assert times.fetched < times.result
@@ -215,7 +217,7 @@ async def test_results_are_deleted_some_time_after_they_were_fetched(service: Se
     async def stored() -> list[bool]:
         await visitor.sessions.sweep()
         found = []
-        for id in (fetched, other):
+        for id in (fetched, other, gradient):
             try:
                 found.append(bool((await visitor.store.read(sessions.get_future, "alice", id)).outcome))
             except NotFound:
@@ -223,9 +225,12 @@ async def test_results_are_deleted_some_time_after_they_were_fetched(service: Se
         return found
 
     service.clock.now += times.fetched - 1
-    assert await stored() == [True, True]
+    assert await stored() == [True, True, True]
     service.clock.now += 2
-    assert await stored() == [False, True]
+    assert await stored() == [False, True, True], "a step may be computed from the gradient again"
+    assert isinstance(await visitor.step(), operations.OptimStepResult)
+    service.clock.now += times.fetched + 1
+    assert await stored() == [False, True, False]
 
 
 async def test_results_expire_unless_their_model_may_have_to_replay_them(service: Service) -> None:

@@ -186,13 +186,23 @@ class Futures:
         self._fetched.setdefault(id, self._services.clock.monotonic())
         return future.result
 
-    def fetched(self, before: float) -> list[str]:
-        """The futures whose results were fetched before this time, each once, some of very many."""
-        found = takewhile(lambda known: known[1] < before, self._fetched.items())
-        ids = [id for id, _ in islice(found, FETCHED_AT_ONCE)]
-        for id in ids:
-            del self._fetched[id]
-        return ids
+    async def drop(self, finished: float, fetched: float) -> None:
+        """Delete the stored results that are from before ``finished``, or were fetched more than ``fetched`` seconds
+        ago. Those that a model may have to replay stay, and are tried again after so many seconds."""
+        store, clock, count = self._services.store, self._services.clock, FETCHED_AT_ONCE
+        before = clock.monotonic() - fetched
+        while count == FETCHED_AT_ONCE:
+            found = takewhile(lambda known: known[1] < before, self._fetched.items())
+            ids = stay = [id for id, _ in islice(found, FETCHED_AT_ONCE)]
+            count = len(ids)
+            for id in ids:
+                del self._fetched[id]
+            try:
+                await store.write(sessions.drop_futures, finished, ids)
+                stay = await store.read(sessions.stored_futures, ids) if ids else []
+            finally:
+                for id in stay:
+                    self._fetched.setdefault(id, clock.monotonic())
 
     def find(self, tenant: str, id: str) -> Future | None:
         """An open future of this tenant."""

@@ -178,8 +178,7 @@ class Sessions:
     async def sweep(self) -> None:
         """Delete what has expired: results, checkpoints, weights of idle samplers, lost and finished sessions."""
         context, store, times, now = self._context, self._context.store, self.times, self._time()
-        fetched = self.futures.fetched(context.clock.monotonic() - times.fetched)
-        await store.write(sessions.drop_futures, now - times.result, fetched)
+        await self.futures.drop(now - times.result, times.fetched)
         for row in await store.read(sessions.expired_checkpoints, now):
             with work_of(row.tenant):
                 await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)

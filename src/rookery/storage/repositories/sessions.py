@@ -332,6 +332,11 @@ def drop_futures(connection: Connection, before: float, fetched: Sequence[str] =
     return connection.execute(delete(FutureRow).where(over, free)).rowcount
 
 
+def stored_futures(connection: Connection, ids: Sequence[str]) -> list[str]:
+    """Those of ``ids`` that are stored."""
+    return list(connection.execute(select(FutureRow.id).where(FutureRow.id.in_(ids))).scalars())
+
+
 def _write_outcome(connection: Connection, id: str, outcome: bytes, time: float) -> None:
     """The first outcome of a future stays."""
     connection.execute(_FINISH_FUTURE, {"future": id, "outcome": outcome, "finished": time})
