@@ -597,7 +597,10 @@ class Controller:
             with suppress(StorageFull, Unavailable):  # the end of the next job, or the next start, tries again
                 if any(about.get("warm_start") for about in row.spec.get("policies", {}).values()):
                     await context.rooms.collector.delete_unnamed(version_rows.unnamed_starts, row.id)
-                await context.store.write(jobs.drop_old_groups, row.tenant, context.settings.server.finished_jobs_keep)
+                keep = context.settings.server.finished_jobs_keep
+                for _ in range(jobs.JOBS_AT_ONCE):
+                    if not await context.store.write(jobs.drop_old_groups, row.tenant, keep):
+                        break
         log.info("job %s is %s %s", row.name, state, reason, extra={"tenant": row.tenant, "job": row.id})
         self.jobs.notify(row.id)
         return new

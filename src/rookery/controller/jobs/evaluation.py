@@ -24,7 +24,12 @@ from rookery.errors import short
 from rookery.protocol import BestConstant
 from rookery.spec import values
 from rookery.spec.job import AGENT
-from rookery.storage.repositories.versions import add_evaluation, first_evaluation, trim_evaluations
+from rookery.storage.repositories.versions import (
+    EVALUATIONS_AT_ONCE,
+    add_evaluation,
+    first_evaluation,
+    trim_evaluations,
+)
 
 ATTEMPT_LETTERS = 8
 """Letters of an attempt in the name of a held-out episode that a program opens."""
@@ -89,7 +94,9 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
             },
             created=job.controller.clock.time(),
         )
-        await store.write(trim_evaluations, job.row.id, job.controller.settings.server.trajectory_keep)
+        keep = job.controller.settings.server.trajectory_keep
+        while await store.write(trim_evaluations, job.row.id, keep) == EVALUATIONS_AT_ONCE:
+            pass  # writes of others come between
         policy.versions.evaluated(version, mean)
         text = f"{whose}version {version}: mean reward {mean:.3f} ± {stderr:.3f} on {answered} prompts"
         if constant is not None:

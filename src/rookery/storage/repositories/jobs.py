@@ -55,7 +55,7 @@ from rookery.storage.models import (
     UsageRow,
     VersionRow,
 )
-from rookery.storage.repositories.versions import DROPPED, empty_evaluations, is_live, use_shared
+from rookery.storage.repositories.versions import DROPPED, EVALUATIONS_AT_ONCE, empty_evaluations, is_live, use_shared
 
 _POLICIES = (
     select(PolicyRow)
@@ -472,9 +472,10 @@ def trim_episodes(connection: Connection, job: str, keep: int) -> int:
     return count
 
 
-def drop_old_groups(connection: Connection, tenant: str, keep: int) -> None:
+def drop_old_groups(connection: Connection, tenant: str, keep: int) -> bool:
     """Delete the groups, episodes, timelines and held-out answers of finished jobs of the tenant, but for the ``keep``
-    that finished last; of the newest :data:`JOBS_AT_ONCE` others, so that a backlog holds up nobody."""
+    that finished last; of the newest :data:`JOBS_AT_ONCE` others, so that a backlog holds up nobody. Returns whether
+    these may have more held-out answers, since :data:`EVALUATIONS_AT_ONCE` evaluations were emptied."""
     answered = exists().where(EvaluationRow.job == JobRow.id, EvaluationRow.kept.is_(True))
     full = or_(exists().where(GroupRow.job == JobRow.id), answered)
     ended = select(JobRow.id).where(JobRow.tenant == tenant, JobRow.finished.is_not(None), full)
@@ -482,8 +483,8 @@ def drop_old_groups(connection: Connection, tenant: str, keep: int) -> None:
     jobs = old.scalars().all()
     for kind in (EpisodeRow, GroupRow):
         connection.execute(delete(kind).where(kind.job.in_(jobs)))
-    empty_evaluations(connection, EvaluationRow.job.in_(jobs))
     connection.execute(delete(SpanRow).where(SpanRow.tenant == tenant, SpanRow.job.in_(jobs)))
+    return empty_evaluations(connection, EvaluationRow.job.in_(jobs)) == EVALUATIONS_AT_ONCE
 
 
 def delete_job(connection: Connection, tenant: str, job: str) -> list[str]:

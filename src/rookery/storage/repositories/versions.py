@@ -354,9 +354,15 @@ def first_evaluation(connection: Connection, tenant: str, job: str) -> Evaluatio
     return fetch_one(connection, EvaluationRow, query.order_by(*order).limit(1))
 
 
+EVALUATIONS_AT_ONCE = 16
+"""A transaction empties at most so many evaluations, each of which may have megabytes of answers: a backlog of them
+holds up nobody."""
+
+
 def trim_evaluations(connection: Connection, job: str, keep: int) -> int:
     """Delete the prompts and answers of all but the job's newest evaluations, of ``keep`` prompts together, and the
-    first, the newest and the best one of each policy. Returns the number of those that were emptied."""
+    first, the newest and the best one of each policy. Returns the number of those that were emptied: there may be more
+    of them after :data:`EVALUATIONS_AT_ONCE`."""
     key = (EvaluationRow.policy, EvaluationRow.version)
     query = select(*key, EvaluationRow.prompts, EvaluationRow.mean).filter_by(job=job, kept=True)
     found = connection.execute(query.order_by(EvaluationRow.created.desc(), *key)).all()
@@ -372,10 +378,13 @@ def trim_evaluations(connection: Connection, job: str, keep: int) -> int:
 
 
 def empty_evaluations(connection: Connection, which: ColumnElement[bool]) -> int:
-    """Delete the prompts and answers of these evaluations; returns their number."""
+    """Delete the prompts and answers of the first :data:`EVALUATIONS_AT_ONCE` of these evaluations; returns the number
+    of those that were emptied."""
     key = (EvaluationRow.policy, EvaluationRow.version)
-    found = connection.execute(select(*key, _RESULTS).where(which, EvaluationRow.kept.is_(True))).all()
-    for policy, version, results in found:
+    query = select(*key).where(which, EvaluationRow.kept.is_(True)).order_by(*key).limit(EVALUATIONS_AT_ONCE)
+    found = connection.execute(query).all()
+    for policy, version in found:
+        results = connection.execute(select(_RESULTS).filter_by(policy=policy, version=version)).scalar_one()
         values = {"results": results, "kept": False}
         connection.execute(update(EvaluationRow).filter_by(policy=policy, version=version).values(values))
     return len(found)
