@@ -333,7 +333,7 @@ def drop_futures(connection: Connection, before: float, fetched: Sequence[str] =
 
 
 def stored_futures(connection: Connection, ids: Sequence[str]) -> list[str]:
-    """Those of ``ids`` that are stored."""
+    """The ids among ``ids`` of the futures that are stored."""
     return list(connection.execute(select(FutureRow.id).where(FutureRow.id.in_(ids))).scalars())
 
 
