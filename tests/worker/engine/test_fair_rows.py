@@ -3,6 +3,7 @@ on it."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -11,7 +12,7 @@ from tests.worker.engine.test_slo_gate import Clock, chat, filled, gated, tokens
 
 from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.core import WorkerCore
-from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.engine.native.engine import PATIENCE, NativeEngine
 from rookery.worker.trainer.operation_queue import OperationQueue
 
 SMALL, LARGE = 2, 6
@@ -196,6 +197,35 @@ def test_the_prompt_of_a_waiting_client_is_a_clients() -> None:
     engine.step()
     assert engine.stats["prefill_tokens"] > 16, "more than the prompts of those that run"
     assert not engine.tenant_tokens()["chats"] and engine.gate.rollout_share == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_running_row_gets_a_token_within_a_bound(seed: int) -> None:
+    """Clients with and without objectives and rollouts of several tenants, more than there are rows, that come at any
+    time. A row waits no longer than patience, and then for the others that wait as long."""
+    chance = random.Random(seed)
+    rows, time, used = chance.choice([1, 2, 3, 5]), WorkerTime({}), Counter[str]()
+    engine = gated(Clock(), max_rows=rows, enabled=chance.random() < 0.8)
+    engine.share_time(time)
+    names = [f"tenant{number}" for number in range(chance.randint(1, 4))]
+    since, most = dict[str, int](), 0
+    for step in range(240):
+        if step < 120 and chance.random() < 0.3:
+            prompt = [chance.randint(1, 50) for _ in range(chance.choice([4, 30]))]
+            kind = chance.choice(["rollout", "rollout", "client", "chat"])
+            options = {"rollout": {}, "client": {"client": True}, "chat": {"client": True, "ttft_ms": 1e7}}[kind]
+            reserved = kind == "chat" and chance.random() < 0.5
+            changes = {"tenant": chance.choice(names), "reserved": reserved, "prompt": prompt, **options}
+            engine.submit(order(f"{kind}{step}", seed=step, shared_prefix=0, max_tokens=60, **changes))
+        before = tokens(engine)
+        if engine.active or engine.waiting:
+            charge(engine, time, used)
+        running = engine.admission.running
+        assert sum(row.params.client for row in running) <= rows
+        moved = grown(engine, before)
+        since = {name: step if name in moved else since.get(name, step) for name in tokens(engine)}
+        most = max([most, *(step - last for last in since.values())])
+    assert most <= 3 * PATIENCE
 
 
 @pytest.mark.parametrize("long", [20, 100])

@@ -189,6 +189,8 @@ class EngineRequest:
     log: protocol.TokenLog
     finish: Finish = ""
     error: str = ""
+    sampled_at: int = 0
+    """The engine's decode step that sampled its last token."""
     num_drained: int = 0
     """Answer tokens that ``chunks`` has returned, ``prefix_tokens`` included."""
     prefix: SharedPrefix | None = None

@@ -2,8 +2,9 @@
 
 * In the requests' ``order``, among equals first come, first served, up to ``max_rows`` and the cache's budget; beyond,
   requests wait. A tenant with less than its share of the rows goes first, and beyond ``max_rows`` while the cache has
-  room (:func:`rookery.scheduling.fair_slices.next_row`). When growing texts fill the budget, the youngest request of
-  those beyond their tenants' shares is preempted: it returns to the head of the queue.
+  room (:func:`rookery.scheduling.fair_slices.next_row`). Clients never have more than
+  ``max_rows``. When growing texts fill the budget, the youngest request of those beyond their tenants' shares is
+  preempted: it returns to the head of the queue.
 * Requests with a ``reserved`` row wait ahead of the others and preempt them in the same order. While there are any,
   rollouts leave a headroom of the cache; when requests with reserved rows need more, the rollouts' part is halved and
   the youngest beyond it are given back, to run on other workers (:class:`rookery.scheduling.slo.CacheBudget`).
@@ -152,14 +153,14 @@ class Admission:
         while self.waiting:
             request = self.waiting[0]
             if request.params.reserved:
-                free = len(self.running) < rows
+                free = len(self.running) < rows and not self._clients_full()
             elif free := (at := self._next_rollout()) is not None:
                 request = self.waiting[at]
             if free and self._within_budget(request, leaving) and self._allocate(request):
                 self.running.append(request)
                 self.waiting.remove(request)
-            elif request.params.reserved and any(not row.params.reserved for row in self.running):
-                self._preempt(self._youngest())
+            elif request.params.reserved and (yielding := self._yielding()) is not None:
+                self._preempt(yielding)
             elif not self.running and self._store.retained:
                 self._store.discard(lambda key, metadata: True)  # they divide the free memory into too small ranges
             else:
@@ -169,8 +170,22 @@ class Admission:
     def _next_rollout(self) -> int | None:
         """The position of the waiting request that gets the next row, where none has a reserved one; None: there is no
         row for any."""
-        held = Counter(row.params.tenant for row in self.running)
-        return next_row([row.params.tenant for row in self.waiting], held, self._weights(), self._max_rows)
+        held, full = Counter(row.params.tenant for row in self.running), self._clients_full()
+        able = [at for at, row in enumerate(self.waiting) if not (full and row.params.client)]
+        tenants = [self.waiting[at].params.tenant for at in able]
+        found = next_row(tenants, held, self._weights(), self._max_rows)
+        return None if found is None else able[found]
+
+    def _clients_full(self) -> bool:
+        """Whether clients have as many rows as a decode step computes."""
+        return sum(row.params.client or row.params.reserved for row in self.running) >= self._max_rows
+
+    def _yielding(self) -> EngineRequest | None:
+        """The request that one with a reserved row preempts: the youngest client's where only that makes room."""
+        rows = [row for row in self.running if not row.params.reserved]
+        if self._clients_full():
+            return next((row for row in reversed(rows) if row.params.client), None)
+        return self._youngest() if rows else None
 
     def _weights(self) -> dict[str, float]:
         return {row.params.tenant: row.params.weight for row in (*self.running, *self.waiting)}

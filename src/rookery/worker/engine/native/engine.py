@@ -13,7 +13,8 @@ Beyond what every engine promises (``engine.base``):
   ``mask_seconds`` together take turns.
 * Where rollouts of several tenants run, a step takes as many of them, in turns, as leave each tenant its fair share
   of its speed alone (:mod:`rookery.scheduling.fair_slices`); where requests of clients leave less room, the first of
-  these. The tenant with the least time of the worker decides between prompts and decoding.
+  these. A row that was left out for :data:`PATIENCE` steps goes first within its tenant, and takes a client's place.
+  The tenant with the least time of the worker decides between prompts and decoding, for as many slices on end.
 * Logits that are not finite numbers end their own request only.
 * With a ``Speculator``, a decode step on a CPU also computes draft tokens after a row's last one. Each is kept if it is
   the token that is sampled in its place, so that texts and log-probabilities are the same bits as without drafts. A GPU
@@ -77,6 +78,10 @@ MASK_SECONDS = 0.05
 """Time for the masks of grammars in a decode step, less the last one: most take 0.05 ms, one of 500 optional properties
 5 ms, the largest that llguidance allows 25 ms."""
 
+PATIENCE = 16
+"""Decode steps after which a row that they left out goes first, and after which prompts are computed whichever tenant
+has the least time; and prefill slices after which running requests decode."""
+
 SCORED_ROWS = 128
 """Prompt tokens scored at once: their logits are 50 MB in float32 at 100,000 words."""
 
@@ -122,7 +127,9 @@ class NativeEngine:
         self._undrained: dict[str, EngineRequest] = {}
         """Requests with tokens, or an end, that ``drain`` has not returned."""
         self._prefills = 0
-        """Prefill slices since the last decode step."""
+        """Prefill slices since the last decode step …"""
+        self._decodes = 0
+        """… and decode steps since the last prefill slice."""
         self._time = WorkerTime({})
         self._computed: Counter[str] = Counter()
         """By tenant, the tokens of the last slice; those of clients among them, and those whose time is shared."""
@@ -246,9 +253,10 @@ class NativeEngine:
         self.weights.choose((row.key for row in self.admission.running), turn=turn)
         started = self._start_from_prefixes()
         if not self._must_decode() and self._timed("prefill", self._prefill):
-            self._prefills += 1
+            self._prefills, self._decodes = self._prefills + 1, 0
             return True
-        self._prefills = 0  # where the gate leaves no rows to decode, clients' requests need their prompts
+        self._prefills, self._decodes = 0, self._decodes + 1
+        # where the gate leaves no rows to decode, clients' requests need their prompts
         return self._timed("decode", self._decode_step) or self._timed("prefill", self._prefill) or started > 0
 
     def _other_slice(self) -> bool:
@@ -322,7 +330,7 @@ class NativeEngine:
         rows = self.admission.served
         needs = self._tenants_by_need(rows)
         if (least := self._time.part_of_least(needs)) is not None:
-            return least == 0
+            return self._decodes < PATIENCE if least == 0 else self._prefills >= PATIENCE
         if not self._prefills:
             return False
         decoding = sum(row.decodes for row in rows)
@@ -340,7 +348,7 @@ class NativeEngine:
     def _decode_rows(self) -> list[EngineRequest]:
         """The rows of the next decode step: those of clients; then, as far as the gate admits them, as many rollouts,
         in turns of their tenants, as leave each tenant its fair share of its speed."""
-        rows = [row for row in self.admission.served if row.decodes]
+        rows = sorted((row for row in self.admission.served if row.decodes), key=self._late, reverse=True)
         clients = list(filter(self.gate.is_client, rows))
         rollouts = [row for row in rows if not self.gate.is_client(row)]
         tenants = [row.params.tenant for row in rollouts]
@@ -351,11 +359,18 @@ class NativeEngine:
 
         fair = [rollouts[at] for at in fair_items(tenants, weights, cost, self._decoded.begin(tenants))]
         order = self._decoded.order([row.params.tenant for row in fair], weights)
-        rows = self.gate.decode_rows([*clients, *(fair[at] for at in order)])
-        chosen = self._masked(rows[: self.limits.max_rows])
+        most = self.limits.max_rows
+        room = min(most, max(most - len(clients), sum(self._late(row) > 0 for row in fair)))
+        rows = self.gate.decode_rows([*clients, *(fair[at] for at in order[:room])])
+        others = [row for row in rows if not self.gate.is_client(row)][:most]
+        chosen = self._masked([*clients[: most - len(others)], *others])
         computed = Counter(row.params.tenant for row in chosen if not self.gate.is_client(row))
         self._decoded.end(computed, Counter(tenants) - computed, weights)
         return chosen
+
+    def _late(self, row: EngineRequest) -> int:
+        """By how many decode steps the row was left out for longer than rows may be."""
+        return max(0, int(self.stats["decode_steps"]) - PATIENCE - row.sampled_at)
 
     # --- prefill ----------------------------------------------------------------------------------------------------
 
@@ -514,6 +529,7 @@ class NativeEngine:
                     self.stats["accepted_tokens"] += i > 0
                 if row.finish:
                     break
+            row.sampled_at = int(self.stats["decode_steps"])
             self._undrained[row.params.request] = row
             if row.finish:
                 self._finish(row)
