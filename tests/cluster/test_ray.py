@@ -219,45 +219,89 @@ sys.stdin.read()
 """
 
 
-async def test_workers_get_the_gpus_of_nodes_that_join_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Reports:
+    """Workers that report each of their starts."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "reports.py").write_text(REPORTS)
+        self._path = folder / "reports"
+        self._environment = {"PYTHONPATH": str(folder), "REPORTS": str(self._path)}
+
+    def child(self, name: str) -> Child:
+        return Child(name, ["reports", name], self._environment)
+
+    def of(self, name: str) -> list[list[str]]:
+        """The GPUs and the process of each start of this worker."""
+        lines = [line.split() for line in self._path.read_text().splitlines()] if self._path.exists() else []
+        return [line[1:] for line in lines if line[0] == name]
+
+    async def start(self, name: str, gpus: str, more_than: int) -> int:
+        """Wait for a start with these GPUs that is not among the first ``more_than``; their number then."""
+        await asyncio.to_thread(
+            until, lambda: len(found := self.of(name)) > more_than and found[-1][0] == gpus,
+            lambda: (name, self.of(name)),
+        )  # fmt: skip
+        return len(self.of(name))
+
+
+@pytest.fixture
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("without_gpus")
+async def test_workers_get_the_gpus_of_nodes_that_join_later(tmp_path: Path) -> None:
     """Reserved ones move to them; a preemptible one returns with the only node that has one, and has it reserved."""
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (tmp_path / "reports.py").write_text(REPORTS)
-    environment = {"PYTHONPATH": str(tmp_path), "REPORTS": str(tmp_path / "reports")}
-    reserved, spot = (Child(name, ["reports", name], environment) for name in ("reserved", "spot"))
-
-    def reported(name: str) -> list[list[str]]:
-        """The GPUs and the process of each start of this worker."""
-        path = tmp_path / "reports"
-        lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-        return [line[1:] for line in lines if line[0] == name]
-
-    async def starts(child: Child, gpus: str, more_than: int) -> int:
-        """Wait for a start with these GPUs that is not among the first ``more_than``; their number then."""
-        await asyncio.to_thread(
-            until, lambda: len(found := reported(child.name)) > more_than and found[-1][0] == gpus,
-            lambda: (child, reported("reserved"), reported("spot")),
-        )  # fmt: skip
-        return len(reported(child.name))
-
+    reports = Reports(tmp_path)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": HEALTH})
     try:
         ray.init(address=cluster.address, namespace="gpus", configure_logging=False, log_to_driver=False)
         settings = Settings.load({}, data=tmp_path, cache=tmp_path, ray_spot_workers=1, drain_seconds=1)
-        actors = RayActors(settings, [reserved], [spot], [], lambda nodes: None)
+        children = [reports.child("reserved")], [reports.child("spot")]
+        actors = RayActors(settings, *children, [], lambda nodes: None)
         ended = asyncio.create_task(actors.run())
-        count = await starts(reserved, "none", 0)
+        count = await reports.start("reserved", "none", 0)
         cluster.add_node(num_cpus=1, num_gpus=1)  # Ray sets signal handlers: this is the main thread
-        count = await starts(reserved, "0", count)
-        psutil.Process(int(reported("reserved")[-1][1])).kill()
-        await starts(reserved, "0", count)
-        for count in (0, len(reported("spot"))):
+        count = await reports.start("reserved", "0", count)
+        psutil.Process(int(reports.of("reserved")[-1][1])).kill()
+        await reports.start("reserved", "0", count)
+        for count in (0, len(reports.of("spot"))):
             node = cluster.add_node(**SPOT, num_gpus=1)
-            await starts(spot, "0", count)
+            await reports.start("spot", "0", count)
             cluster.remove_node(node, allow_graceful=False)
+        actors.stopped.set()
+        assert await ended == ""
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.usefixtures("without_gpus")
+@pytest.mark.parametrize("runs", [False, True])
+async def test_a_worker_moves_to_the_gpu_whose_node_it_fills(tmp_path: Path, runs: bool) -> None:
+    """The only node that has room for it joins with a GPU: Ray starts it there without one, as it was asked before.
+    With ``runs`` it is there when this process learns of the GPU."""
+    from ray.cluster_utils import Cluster
+
+    reports = Reports(tmp_path)
+    head = {"num_cpus": 4 if runs else 0, "num_gpus": int(runs), "_system_config": HEALTH}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        ray.init(address=cluster.address, namespace="gpus", configure_logging=False, log_to_driver=False)
+        settings = Settings.load({}, data=tmp_path, cache=tmp_path, ray_cpus=3, drain_seconds=1)
+        actors = RayActors(settings, [reports.child("reserved")], [], [], lambda nodes: None)
+        look, sees = actors.look, asyncio.Event()
+        actors.look = lambda nodes: look(nodes) if sees.is_set() else None  # type: ignore[method-assign]
+        ended = asyncio.create_task(actors.run())
+        if runs:
+            await reports.start("reserved", "none", 0)
+        else:
+            cluster.add_node(num_cpus=4, num_gpus=1)
+        sees.set()
+        await reports.start("reserved", "0", 0)
         actors.stopped.set()
         assert await ended == ""
     finally:

@@ -13,7 +13,8 @@ Promises:
   a node joins. This process ends with the reason when all reserved workers, or all where none is reserved, have refused
   or end again and again in the same way.
 * A worker has a separate GPU where a node of its kind was ever seen with one, also while that node is away: it waits
-  for a node rather than share a GPU. Workers that were started before, without one, move to such nodes.
+  for a node rather than share a GPU. Workers that were started before, without one, move to such nodes, also to one
+  whose CPUs they themselves hold.
 * A node that Ray drains, because its machine is about to be taken away, has its workers drained by SIGTERM.
 * The process is a separate Ray driver, because Ray ends a driver that has lost the head: the service lives on, starts
   this process again and again, and the workers return with the head. The actors end with it, their processes with
@@ -30,21 +31,20 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
-from rookery.aio import wait_event
+from rookery.aio import Signal, on_end_signals, wait_event
 from rookery.children import die_with_parent, interpreter
 from rookery.cluster.base import DRAINS, SCALED, child_environment, environment_host, file_name, preloaded
 from rookery.cluster.supervisor import NODE_LOST, Child, Process, Supervisor
@@ -67,6 +67,8 @@ SCALE_SECONDS = 20.0
 """Interval at which a request to Ray's autoscaler is repeated, and learns of those of other base models."""
 FORGOTTEN_SECONDS = 3 * SCALE_SECONDS
 """A request that was not repeated for so long is of a process that was killed."""
+PLACED = ("CREATED", "RESCHEDULING")
+"""States of a placement group that has its nodes; in the second, some that it had are lost."""
 START_SECONDS = 60.0
 """A worker that has waited this long for a node is reported in the log, each time again. It keeps waiting."""
 
@@ -127,11 +129,12 @@ class ProcessActor:
 class RayProcess:
     """A worker process on some node, as a :class:`~rookery.cluster.supervisor.Supervisor` wants it."""
 
-    def __init__(self, actor: Any, node: str, pid: int, path: Path, child: Child, gpus: float) -> None:
-        """``gpus`` are reserved for it."""
+    def __init__(self, actor: Any, node: str, pid: int, path: Path, child: Child, gpus: float, group: Any) -> None:
+        """``gpus`` are reserved for it, in the placement group ``group`` or in none."""
         self._actor = actor
         self._path = path
-        self.child, self.gpus = child, gpus
+        self.child, self.gpus, self.group = child, gpus, group
+        self.drains = False
         self.node = node
         self.pid = pid
 
@@ -187,8 +190,10 @@ class RayActors:
         self._group_gpus = 0.0
         self._larger: Any = None
         """The group that replaces it as soon as it has its nodes: nodes with GPUs have joined."""
-        self._groups: list[Any] = []
-        """All that were made."""
+        self._replaced: dict[Any, float] = {}
+        """The earlier groups that are not yet removed, and when each is at the latest (monotonic seconds)."""
+        self._switched = Signal()
+        """The reserved workers have another group."""
         self._drain_seconds = DRAINS * settings.worker.drain_seconds
         self._spot = len(spot)
         self._needed = reserved or [*spot, *hosts]
@@ -202,7 +207,7 @@ class RayActors:
         """When Ray's autoscaler was asked last."""
         self.stopped = asyncio.Event()
         self._processes: WeakSet[RayProcess] = WeakSet()
-        """The workers that the supervisor holds, except the drained ones."""
+        """The workers that the supervisor holds."""
         children, logs = [*reserved, *spot, *hosts], settings.data / "logs"
         # The service waits for this process as long as the setting says: its workers get half of that.
         self.supervisor = Supervisor(children, logs, settings.server.stop_seconds / 2, self._spawn,
@@ -212,11 +217,10 @@ class RayActors:
         """Keep the processes alive until :attr:`stopped`. Returns why those that are needed do not work, or an empty
         text. Raises UserError as ``check`` does, and the error of a head that is away for long."""
         import ray
-        from ray.util.placement_group import remove_placement_group
 
         self.look(await asyncio.to_thread(ray.nodes))
         if self._reserved:
-            self._group, self._group_gpus = self._new_group(), self._gpus[False]
+            self._group, self._group_gpus = await asyncio.to_thread(self._new_group), self._gpus[False]
         await self.supervisor.start()
         missed = 0
         try:
@@ -238,8 +242,9 @@ class RayActors:
             self.stopped.set()
             await self.supervisor.stop()
             await asyncio.to_thread(scale_to, [])
-            for group in self._groups:
-                remove_placement_group(group)
+            for group in (self._group, self._larger, *self._replaced):
+                if group is not None:
+                    await asyncio.to_thread(_remove_group, group)
 
     async def _follow(self) -> None:
         """Look at the nodes, and do what their changes ask for."""
@@ -255,37 +260,58 @@ class RayActors:
         self.look(found)
         self.resize()
         await self._scale()
-        moving = await self._moving(found)
-        for process in [process for process in self._processes if process in moving or process.node in draining]:
-            self._processes.discard(process)
-            process.terminate()
+        await self._remove_replaced()
+        await self._regroup([node for node in found if node["NodeID"] not in draining])
+        moving = self._moving(found)
+        for process in [*self._processes]:
+            if not process.drains and (process in moving or process.node in draining):
+                process.drains = True
+                process.terminate()
 
     def _new_group(self) -> Any:
         from ray.util.placement_group import placement_group
 
         bundles, selectors = self.bundles(spot=False)
-        group = placement_group(bundles, strategy="SPREAD", bundle_label_selector=selectors)
-        self._groups.append(group)
-        return group
+        return placement_group(bundles, strategy="SPREAD", bundle_label_selector=selectors)
 
-    async def _moving(self, nodes: list[dict[str, Any]]) -> set[RayProcess]:
-        """The processes that start again with a GPU, for which nodes have joined since they started: reserved ones as
-        soon as all have one, preemptible ones on a node with GPUs, where they would share the first."""
-        having = {node["NodeID"] for node in self._candidates(nodes, spot=True) if _gpus_of(node)}
-        reserved, less = set(self._reserved), self._gpus[True]
-        moving = {one for one in self._processes
-                  if one.node in having and one.child not in reserved and one.gpus < less}  # fmt: skip
-        if not reserved or self._group_gpus == self._gpus[False]:
-            return moving
-        from ray.util.placement_group import placement_group_table, remove_placement_group
+    def _moving(self, nodes: list[dict[str, Any]]) -> set[RayProcess]:
+        """The processes that start again with a GPU, for which nodes have joined since they started: reserved ones of
+        an earlier group, preemptible ones on a node with GPUs, where they would share the first."""
+        having = {node["NodeID"] for node in self._candidates(nodes, spot=True) if _has_gpu(node)}
+        return {
+            one for one in self._processes
+            if (one.group is not self._group if one.child in self._reserved
+                else one.node in having and one.gpus < self._gpus[True])
+        }  # fmt: skip
 
+    async def _regroup(self, nodes: list[dict[str, Any]]) -> None:
+        """Give the reserved workers a group with GPUs, for which ``nodes`` have joined. They keep the present one until
+        the other has its nodes, or would have them if the present one were removed: it may hold the CPUs that are next
+        to the GPUs. One that has no nodes yet would take those CPUs, and is replaced at once."""
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        if not self._reserved or self._group_gpus == self._gpus[False]:
+            return
         if self._larger is None:
-            self._larger = self._new_group()
-        if (await asyncio.to_thread(placement_group_table, self._larger)).get("state") != "CREATED":
-            return moving
-        asyncio.get_running_loop().call_later(self._drain_seconds, remove_placement_group, self._group)
+            self._larger = await asyncio.to_thread(self._new_group)
+        present, larger = [await asyncio.to_thread(placement_group_table, one) for one in (self._group, self._larger)]
+        if present.get("state") in PLACED and larger.get("state") not in PLACED:
+            found = await asyncio.to_thread(ray._private.state.available_resources_per_node)
+            free = {node["NodeID"]: found.get(node["NodeID"], {}) for node in self._candidates(nodes, spot=False)}
+            if not is_in_the_way(list(present["bundles_to_node_id"].values()), self._bundle(self._group_gpus),
+                                 self._bundle(self._gpus[False]), free):  # fmt: skip
+                return
+        self._replaced[self._group] = time.monotonic() + self._drain_seconds
         self._group, self._group_gpus, self._larger = self._larger, self._gpus[False], None
-        return moving | {process for process in self._processes if process.child in reserved}
+        self._switched.notify()
+
+    async def _remove_replaced(self) -> None:
+        """Remove the earlier groups in which no worker runs any more, or has for long."""
+        for group, latest in [*self._replaced.items()]:
+            if time.monotonic() > latest or all(process.group is not group for process in self._processes):
+                await asyncio.to_thread(_remove_group, group)
+                del self._replaced[group]
 
     def resize(self) -> None:
         """Start or end preemptible workers, so that there are as many in addition as are wanted now. Ray's autoscaler
@@ -311,10 +337,14 @@ class RayActors:
 
     def bundles(self, *, spot: bool) -> tuple[list[dict[str, float]], list[dict[str, str]]]:
         """The resources of each preemptible worker, or of each reserved one, and the labels of its node."""
-        resources = {"CPU": self._settings.ray_cpus, "GPU": self._gpus[spot]}
         count = self._spot + len(self._elastic) if spot else len(self._reserved)
         label = self._value if spot else f"!{self._value}"
-        return [{kind: amount for kind, amount in resources.items() if amount}] * count, [{self._label: label}] * count
+        return [self._bundle(self._gpus[spot])] * count, [{self._label: label}] * count
+
+    def _bundle(self, gpus: float) -> dict[str, float]:
+        """The resources of a worker with so many GPUs."""
+        resources = {"CPU": self._settings.ray_cpus, "GPU": gpus}
+        return {kind: amount for kind, amount in resources.items() if amount}
 
     def look(self, nodes: list[dict[str, Any]]) -> None:
         """Learn from Ray's ``nodes`` whether workers get GPUs. Nothing is forgotten: a node that is away returns, and
@@ -322,7 +352,7 @@ class RayActors:
         if self._settings.ray_gpus != "auto":
             return
         for spot in (False, True):
-            if any(map(_gpus_of, self._candidates(nodes, spot=spot))):
+            if any(map(_has_gpu, self._candidates(nodes, spot=spot))):
                 self._gpus[spot] = 1.0
 
     def _candidates(self, nodes: list[dict[str, Any]], *, spot: bool) -> list[dict[str, Any]]:
@@ -345,21 +375,26 @@ class RayActors:
         """Raises OSError."""
         import ray
 
-        options = self.options(child)
+        reserved = child in self._reserved
+        options, group = self.options(child), self._group if reserved else None
         runner = ray.remote(ProcessActor).options(max_concurrency=3, **options)
         actor = runner.remote(child.arguments, child.environment, self._allocator)
         starting = asyncio.ensure_future(actor.start.remote())
         stopping = asyncio.create_task(self.stopped.wait())
+        switched = asyncio.create_task(self._switched.next.wait())
         try:
             while not starting.done():
                 await asyncio.wait(
-                    {starting, stopping},
+                    {starting, stopping, switched} if reserved else {starting, stopping},
                     timeout=START_SECONDS,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if stopping.done() or child.removed:
                     ray.kill(actor)
                     raise OSError("the service stops" if stopping.done() else "it is not wanted any more")
+                if reserved and switched.done() and not starting.done():
+                    ray.kill(actor)
+                    return await self._spawn(child, path)
                 if not starting.done():
                     print(f"{child.name} waits for a node", flush=True)
             node, pid = await starting
@@ -367,14 +402,40 @@ class RayActors:
             raise OSError(first_line(error)) from None
         finally:
             stopping.cancel()
-        process = RayProcess(actor, node, pid, path, child, options["num_gpus"])
+            switched.cancel()
+        process = RayProcess(actor, node, pid, path, child, options["num_gpus"], group)
         self._processes.add(process)
         return process
 
 
-def _gpus_of(node: dict[str, Any]) -> bool:
+def _has_gpu(node: dict[str, Any]) -> bool:
     """Whether this one of Ray's nodes has a whole GPU."""
     return bool(node["Resources"].get("GPU", 0) >= 1)
+
+
+def _remove_group(group: Any) -> None:
+    from ray.util.placement_group import remove_placement_group
+
+    remove_placement_group(group)
+
+
+def is_in_the_way(
+    placed: Collection[str],
+    bundle: Mapping[str, float],
+    larger: Mapping[str, float],
+    free: Mapping[str, Mapping[str, float]],
+) -> bool:
+    """Whether as many ``larger`` bundles as there are bundles ``placed`` (the node of each) have room only without
+    these. ``free`` are the resources that each usable node has left."""
+
+    def room(nodes: Iterable[Mapping[str, float]]) -> int:
+        return sum(min(int(node.get(kind, 0.0) / amount + 1e-6) for kind, amount in larger.items()) for node in nodes)
+
+    without = [
+        {kind: left.get(kind, 0.0) + bundle.get(kind, 0.0) * [*placed].count(node) for kind in larger}
+        for node, left in free.items()
+    ]
+    return room(free.values()) < len(placed) <= room(without)
 
 
 def _scale_file(data: Path, model: str) -> Path:
@@ -515,8 +576,7 @@ def connect(address: str) -> None:
 
 
 async def supervise(actors: RayActors) -> str:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, actors.stopped.set)
+    on_end_signals(actors.stopped.set)
     return await actors.run()
 
 
