@@ -107,15 +107,25 @@ aio.END_SECONDS = 0.1
 
 async def work():
     asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
-    if {fails}:
-        raise ValueError("refused")
+    {ends}
 
 aio.run_to_end(work(), lambda error: (7, f"ended: {{error}}"))
 """
 
 
-@pytest.mark.parametrize(("fails", "code", "said"), [(False, 0, ""), (True, 7, "ended: refused\n")])
-def test_a_process_ends_although_one_of_its_threads_hangs(fails: bool, code: int, said: str) -> None:
-    command = [sys.executable, "-c", HANGS.format(fails=fails)]
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("pass", 0, ""),
+        ("raise ValueError('refused')", 7, "ended: refused\n"),
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit(3)", 3, ""),
+        ("raise SystemExit('no port')", 1, "no port\n"),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("raise asyncio.CancelledError", 1, ""),
+    ],
+)
+def test_a_process_ends_although_one_of_its_threads_hangs(ends: str, code: int, said: str) -> None:
+    command = [sys.executable, "-c", HANGS.format(ends=ends)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (code, said)

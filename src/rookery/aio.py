@@ -46,6 +46,9 @@ CLOSE_SECONDS = 10.0
 END_SECONDS = 5.0
 """Longest wait of a process that has stopped for its threads."""
 
+INTERRUPTED = 130
+"""Exit code of a process that ends by SIGINT: that of a shell."""
+
 
 async def restarting(work: Callable[[], Coroutine[Any, Any, None]], clock: Clock, pause: float = 1.0) -> None:
     """``work()``, which runs until it is cancelled; again after an error, such as that no memory was left."""
@@ -102,7 +105,7 @@ async def close_within(close: Callable[[], object], name: str) -> None:
 def run_to_end(work: Coroutine[Any, Any, None], codes: Callable[[Exception], tuple[int, str]]) -> None:
     """Run the main part of a process. Calls in threads that asyncio waits for have :data:`END_SECONDS` to end
     afterwards. If one of them does not, the process ends without it, with the code and the line that ``codes`` gives
-    for the error; 0 without one."""
+    for the error, or as Python would end it for SystemExit and KeyboardInterrupt; 0 without one."""
     code, line = 0, ""
 
     def end() -> None:
@@ -115,8 +118,14 @@ def run_to_end(work: Coroutine[Any, Any, None], codes: Callable[[Exception], tup
     timer.daemon = True
     try:
         runner.run(work)
+    except SystemExit as error:
+        code, line = (error.code or 0, "") if isinstance(error.code, int | None) else (1, str(error.code))
+        raise
     except Exception as error:
         code, line = codes(error)
+        raise
+    except BaseException as error:
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         raise
     finally:
         timer.start()

@@ -4,6 +4,7 @@ allocator of worker processes."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from ctypes.util import find_library
@@ -608,6 +610,27 @@ async def test_gpus_of_workers_on_ray_are_those_of_nodes_that_were_ever_seen(
     assert actors.options(children[1][0])["num_gpus"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("placed", "free", "in_the_way"),
+    [
+        (["gpu"], {"gpu": {"CPU": 1.0, "GPU": 1.0}}, True),
+        (["gpu"], {"gpu": {"CPU": 3.0, "GPU": 1.0}}, False),
+        (["gpu"], {"gpu": {"CPU": 1.0, "GPU": 0.0}}, False),
+        (["gpu"], {"gpu": {"CPU": 1.0, "GPU": 1.0}, "next": {"CPU": 3.0, "GPU": 1.0}}, False),
+        (["cpu"], {"cpu": {"CPU": 1.0}, "gpu": {"CPU": 1.0, "GPU": 1.0}}, False),
+        (["cpu"], {"cpu": {"CPU": 1.0}, "gpu": {"CPU": 3.0, "GPU": 1.0}}, False),
+        (["gpu", "cpu"], {"cpu": {"CPU": 1.0}, "gpu": {"CPU": 1.0, "GPU": 2.0}}, False),
+        (["gpu", "cpu"], {"cpu": {"CPU": 1.0}, "gpu": {"CPU": 3.0, "GPU": 2.0}}, True),
+        (["gpu", "gone"], {"gpu": {"CPU": 3.0, "GPU": 2.0}}, True),
+        (["gpu"], {"cpu": {"CPU": 3.0}}, False),
+    ],
+)
+def test_placement_group_is_removed_early_only_where_the_next_has_no_room(
+    placed: list[str], free: dict[str, dict[str, float]], in_the_way: bool
+) -> None:
+    assert ray.is_in_the_way(placed, {"CPU": 3.0}, {"CPU": 3.0, "GPU": 1.0}, free) == in_the_way
+
+
 async def test_workers_on_ray_outlive_a_short_absence_of_the_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -658,6 +681,26 @@ async def test_refused_workers_of_the_pool_are_started_again_when_it_is_counted(
         await until(lambda: cluster.processes.children[0].state == ("refused" if times < 3 else "running"))  # noqa: B023
     assert [child.name for child in cluster.processes.children] == ["worker-m-rollout-1"]
     await cluster.stop()
+
+
+async def test_ended_keepers_of_refused_children_are_dropped(tmp_path: Path) -> None:
+    """A host of environments that refuses is started again every half a minute, however long the service runs."""
+    refusing, keepers = Child("one", [], {}), list[weakref.ref[asyncio.Task[None]]]()
+
+    async def spawn(child: Child, log: Path) -> Ended:
+        if (keeper := asyncio.current_task()) is not None:
+            keepers.append(weakref.ref(keeper))
+        return Ended(EXIT_REFUSED)
+
+    kept = Supervisor([refusing], tmp_path / "logs", 5, spawn)
+    await kept.start()
+    for times in (1, 2, 3, 4):
+        await until(lambda: refusing.state == "refused" and len(keepers) == times)  # noqa: B023 (it is awaited here)
+        kept.retry([refusing])
+    await until(lambda: len(keepers) == 5)
+    gc.collect()
+    assert sum(keeper() is not None for keeper in keepers) <= 2
+    await kept.stop()
 
 
 async def test_refused_workers_of_a_configured_model_are_started_again_when_a_job_needs_them(tmp_path: Path) -> None:

@@ -123,21 +123,26 @@ class Supervisor:
     async def start(self) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
         self.running = True
-        self._keepers = [asyncio.create_task(self._keep(child)) for child in self.children]
+        self._keep_alive(self.children)
 
     def add(self, children: Iterable[Child]) -> None:
         """Further children; they are started at once if the others are."""
         new = list(children)
         self.children += new
         if self.running:
-            self._keepers += [asyncio.create_task(self._keep(child)) for child in new]
+            self._keep_alive(new)
 
     def retry(self, children: Iterable[Child]) -> None:
         """Start those of these children again that refused to start: the cause may have passed."""
         refused = [child for child in children if child.state == "refused"] if self.running else []
         for child in refused:
             child.state, child.failure = "starting", ""
-        self._keepers += [asyncio.create_task(self._keep(child)) for child in refused]
+        self._keep_alive(refused)
+
+    def _keep_alive(self, children: list[Child]) -> None:
+        """Start the keepers of these; those that have ended are not held."""
+        self._keepers = [keeper for keeper in self._keepers if not keeper.done()]
+        self._keepers += [asyncio.create_task(self._keep(child)) for child in children]
 
     def remove(self, children: Iterable[Child]) -> None:
         """End these children: with SIGTERM, and SIGKILL if they have not ended in time."""
