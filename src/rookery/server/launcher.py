@@ -2,8 +2,9 @@
 
 * A start is complete or has no effect: after a failure, everything already started is stopped, and the error is one
   line.
-* A stop happens in the reverse order and leaves nothing running but requests to a store or a sink that hang, for which
-  it does not wait; jobs resume at the next start. However this process ends, its child processes end with it.
+* A stop happens in the reverse order and leaves nothing running but reads of the database and requests to a store or a
+  sink that hang, for which it does not wait. It waits for the writes to the database, however long they take, as their
+  claim ends after them. Jobs resume at the next start. However this process ends, its child processes end with it.
 * Two services can run in one process: nothing is global except logging, which is restored.
 """
 
@@ -285,7 +286,7 @@ class Service:
         await controller.start()
 
         keys = Keys(database, clock)
-        opened.callback(keys.close)
+        opened.push_async_callback(close_within, keys.close, "reads of keys")
         context = ServiceContext(
             controller=controller,
             connections=connections,
