@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +16,8 @@ import openai
 import pytest
 from tests.support.faces import MODEL, ScriptedWorker, served
 from tests.support.waiting import until
+
+from rookery.storage.artifacts import MANIFEST
 
 ROWS = b"\n".join(
     json.dumps({"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "4"}]}).encode()
@@ -27,6 +33,8 @@ CHECK: dict[str, Any] = {
 class Called:
     client: openai.OpenAI
     http: httpx.Client
+    data: Path
+    """The service's folder."""
 
     def upload(self, content: bytes = ROWS) -> str:
         return self.client.files.create(file=("rows.jsonl", content), purpose="fine-tune").id
@@ -45,7 +53,7 @@ def called(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Called]:
         with httpx.Client(base_url=f"{service.url}/v1", headers=headers, timeout=60) as http:
             client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0)
             until(lambda: any(model.id == MODEL for model in client.models.list()))
-            yield Called(client, http)
+            yield Called(client, http, service.settings.data)
 
 
 def form(*parts: tuple[str, bytes]) -> list[tuple[str, Any]]:
@@ -80,6 +88,7 @@ def test_the_purpose_of_a_file_may_stand_on_either_side_of_it(
     for wanted in ({}, {"Range": "bytes=abc"}, {"Range": "bytes=2-3"}, {"Range": "bytes=9999-"}):
         found = called.http.get(f"/files/{answer['id']}/content", headers=wanted)
         assert (found.status_code, found.content) == (200, ROWS)
+        assert found.headers["Accept-Ranges"] == "none"
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "größe 数.jsonl", 'of "a".jsonl'])
@@ -220,6 +229,38 @@ def test_lists_continue_behind_what_was_deleted(called: Called) -> None:
             called.client.models.delete(job.fine_tuned_model)
             jobs.remove(job.id)
     assert not jobs
+
+
+def test_checkpoints_continue_behind_one_that_is_not_kept(called: Called) -> None:
+    job = called.done().id
+    checkpoints = called.client.fine_tuning.jobs.checkpoints
+    whole = [one.id for one in checkpoints.list(job, limit=1)]
+    name, _, newest = whole[0].rpartition("-")
+    assert [one.id for one in checkpoints.list(job, after=f"{name}-{int(newest) + 1}").data] == whole
+    assert [one.id for one in checkpoints.list(job, after=whole[0]).data] == whole[1:]
+
+
+def test_lists_and_calls_wait_for_no_file_that_hangs(called: Called) -> None:
+    """A tenant's download whose store does not answer delays none of its lists and of its other requests."""
+    file = called.upload(ROWS.replace(b"\n", b" \n"))
+    [manifest] = (called.data / "artifacts").rglob(f"{file.removeprefix('file-')}/{MANIFEST}")
+    held = manifest.read_bytes()
+    manifest.unlink()
+    os.mkfifo(manifest)  # a reader waits until it is written
+    with ThreadPoolExecutor(1) as pool:
+        hangs = pool.submit(called.http.get, f"/files/{file}/content")
+        until(lambda: any(thread.name.startswith("open") for thread in threading.enumerate()))
+        base = called.http.base_url
+        for path in ("/api/v1/jobs", "/v1/files", "/v1/fine_tuning/jobs"):
+            assert called.http.get(base.copy_with(path=path), timeout=10).status_code == 200
+        grader = {"grader": CHECK}
+        assert called.http.post("/fine_tuning/alpha/graders/validate", json=grader, timeout=30).status_code == 200
+        assert not hangs.done()
+        manifest.write_bytes(held)
+        hangs.result()
+    manifest.unlink()
+    manifest.write_bytes(held)
+    assert called.http.get(f"/files/{file}/content").content == ROWS.replace(b"\n", b" \n")
 
 
 def test_an_unknown_cursor_names_its_argument(called: Called) -> None:

@@ -117,6 +117,8 @@ class Controller:
         release: Callable[[str], None] = lambda model: None,
         scale: Callable[[str, int, Sequence[str]], None] = lambda model, count, serving: None,
         threads: Writer = in_thread,
+        encoders: Writer = in_thread,
+        openers: Writer = in_thread,
         checkers: Writer = in_thread,
         senders: Writer = in_thread,
         scheduler: type[RolloutScheduler] = RolloutScheduler,
@@ -132,7 +134,8 @@ class Controller:
         ``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made with these;
         ``provide(model)`` asks for a local worker with that model if none is expected, ``release(model)`` ends it,
         ``scale(model, count, serving)`` asks for so many rollout workers with it, where those named ``serving`` work;
-        ``threads`` runs blocking calls of a tenant's work, ``checkers`` those that wait for a check,
+        ``threads`` runs blocking calls of a tenant's work, ``encoders`` those that encode responses, ``openers`` those
+        that read artifacts, ``checkers`` those that wait for a check,
         ``senders`` requests to the sinks of jobs;
         an experiment may replace the ``scheduler`` and ``seeding`` classes; ``plan``: roles that workers are given;
         ``random_bytes(n)`` is the source of tickets and must be unpredictable; ``rollout_rules``, ``session_times``,
@@ -189,6 +192,8 @@ class Controller:
             artifacts=artifacts,
             chat=chat,
             threads=threads,
+            encoders=encoders,
+            openers=openers,
             records=self.records,
             outages=Outages(store, artifacts, clock, settings.worker.heartbeat_seconds),
         )

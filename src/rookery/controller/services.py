@@ -39,5 +39,9 @@ class Services:
     """The chat template and tokenizer of a base model, prepared if they were not."""
     threads: Writer
     """Runs blocking calls of a tenant's work, off the event loop."""
+    encoders: Writer
+    """The same of responses that are encoded: lists wait for no work."""
+    openers: Writer
+    """The same of files of artifacts that are opened or read whole, perhaps from a store that is slow or away."""
     records: Records
     outages: Outages

@@ -223,6 +223,16 @@ class ServiceContext:
         return self.context.threads
 
     @property
+    def encoders(self) -> Writer:
+        """The same for responses: they wait for no other work."""
+        return self.context.encoders
+
+    @property
+    def openers(self) -> Writer:
+        """The same for files of artifacts, which may be slow to open."""
+        return self.context.openers
+
+    @property
     def context(self) -> ControllerContext:
         """The services of the controller."""
         return self.controller.context

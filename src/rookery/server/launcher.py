@@ -95,8 +95,9 @@ none must not delay it until its claim lapses."""
 STANDBY_SECONDS = 0.2
 """Time between two attempts of a standby to claim the database."""
 
-READERS, WORKERS = 4, 4
-"""Threads that read the database, and that do other blocking work for tenants; one of each is the service's own."""
+READERS, WORKERS, ENCODERS, OPENERS = 4, 4, 4, 4
+"""Threads that read the database, that do blocking work for tenants, that encode responses, and that open and read
+files of artifacts; one of each is the service's own. A tenant's long call in one line delays none of its others."""
 
 SWITCH_SECONDS = 0.0005
 """A thread that computes gives way to the event loop after it. With Python's 5 ms a request, which comes back to the
@@ -238,6 +239,9 @@ class Service:
         readers, threads = TenantThreads(READERS, "reader"), TenantThreads(WORKERS, "work")
         opened.push_async_callback(close_within, readers.close, "reads")
         opened.push_async_callback(close_within, threads.close, "work of tenants")
+        encoders, openers = TenantThreads(ENCODERS, "encode"), TenantThreads(OPENERS, "open")
+        opened.push_async_callback(close_within, encoders.close, "responses")
+        opened.push_async_callback(close_within, openers.close, "reads of artifacts")
         checks = EnvironmentChecks(EnvironmentRules.of(settings.server))
         checkers = TenantThreads(CHECKERS, "check")
         opened.push_async_callback(close_within, checkers.close, "checks")
@@ -272,6 +276,8 @@ class Service:
             scale=cluster.scale,
             jobs_folder=folder.jobs,
             threads=threads,
+            encoders=encoders,
+            openers=openers,
             checkers=checkers,
             senders=senders,
             plan=plan,
@@ -280,7 +286,8 @@ class Service:
             answer_tokens=self._rules.answer_tokens,
         )
         quotas = controller.context.rooms.quotas
-        readers.spent = threads.spent = schemas.spent = quotas.service_time.spend
+        readers.spent = threads.spent = encoders.spent = openers.spent = quotas.service_time.spend
+        schemas.spent = quotas.service_time.spend
         opened.enter_context(controller.record.sampled())
         opened.push_async_callback(controller.stop)
         await controller.start()

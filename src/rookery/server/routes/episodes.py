@@ -35,14 +35,14 @@ async def groups(
     """Training groups, newest first, with their episodes' rewards and advantages."""
     queries = service.controller.queries.episodes
     found = await queries.groups(job.tenant, job.id, step=step, state=state, offset=offset, limit=limit)
-    return await view_response(service.threads, found)
+    return await view_response(service.encoders, found)
 
 
 @routes.get("/jobs/{job}/groups/{group}", response_model=GroupView)
 async def group(service: Service, job: OfJob, group: Name) -> Response:
     """One group with the replies of its episodes."""
     found = await service.controller.queries.episodes.group(job.tenant, job.id, group)
-    return await view_response(service.threads, found)
+    return await view_response(service.encoders, found)
 
 
 @routes.get("/jobs/{job}/episodes", response_model=EpisodePage)
@@ -67,14 +67,14 @@ async def episodes(
     found = EpisodePage(episodes=rows, next=None, reached=None)
     if following is not None:
         found = EpisodePage(episodes=rows, next=encoded(following), reached=following[0])
-    return await view_response(service.threads, found)
+    return await view_response(service.encoders, found)
 
 
 @routes.get("/jobs/{job}/episodes/{episode}", response_model=EpisodeReading)
 async def episode(service: Service, job: OfJob, episode: Name) -> Response:
     """One episode: its conversation, what each turn earned, and its tokens with log-probabilities and versions."""
     found = await service.controller.queries.episodes.episode(job.tenant, job.id, episode)
-    return await view_response(service.threads, found)
+    return await view_response(service.encoders, found)
 
 
 @routes.get("/jobs/{job}/failures")

@@ -160,7 +160,7 @@ async def list_files(
         data = [file_object(row) for row in rows[:limit]]
         return json_response({"object": "list", "data": data, "has_more": len(rows) > limit})
 
-    return await service.threads(page)
+    return await service.encoders(page)
 
 
 async def _file(service: ServiceContext, tenant: str, file: str) -> UploadRow:
@@ -180,7 +180,9 @@ async def show_file(service: Service, owner: Owner, file_id: str) -> Response:
 async def file_content(service: Service, owner: Owner, file_id: str) -> Response:
     """The rows as they were uploaded. A range that is asked for is ignored (RFC 9110, section 14.2)."""
     row = await _file(service, owner.id, file_id)
-    return await service.threads(stream, service.context.artifacts, row.hash, DATASET, None)
+    response: Response = await service.openers(stream, service.context.artifacts, row.hash, DATASET, None)
+    response.headers["Accept-Ranges"] = "none"
+    return response
 
 
 @routes.delete("/files/{file_id}", response_model=dict[str, Any])
@@ -338,7 +340,7 @@ async def fine_tuning_events(
         ordered = [event for _, event in sorted(events, key=lambda one: one[0], reverse=True)]
         return page_of(ordered, after, limit)
 
-    return json_response(await service.threads(page))
+    return json_response(await service.encoders(page))
 
 
 @routes.get("/fine_tuning/jobs/{tuning}/checkpoints", response_model=dict[str, Any])
@@ -352,11 +354,9 @@ async def fine_tuning_checkpoints(
     policy = view.policies[0]
     page = Page(limit + 1)
     if after:
-        last = Page(1, (checkpoint_version(view, after) + 1,))
-        [*known] = await queries.checkpoints(owner.id, view.id, policy, last)
-        if not known or checkpoint(view, *known[0])["id"] != after:
+        if not (version := checkpoint_version(view, after)):
             raise UnsupportedField(f"after: nothing in this list has the id {after[:80]!r}", "after")
-        page = Page(limit + 1, (known[0][0].version,))
+        page = Page(limit + 1, (version,))  # also where that is not kept any more
     rows = [checkpoint(view, *one) for one in await queries.checkpoints(owner.id, view.id, policy, page)]
     return json_response(page_of(rows, "", limit, ends=True))
 

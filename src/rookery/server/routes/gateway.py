@@ -114,7 +114,7 @@ async def authorize(request: Request, service: ServiceContext, signature: str, d
 @routes.get("/artifacts/{digest}")
 async def manifest(request: Request, service: Service, digest: str, signature: Signature = "") -> Response:
     await authorize(request, service, signature, digest)
-    return json_response(await service.threads(service.context.artifacts.open, digest))
+    return json_response(await service.openers(service.context.artifacts.open, digest))
 
 
 @routes.get("/artifacts/{digest}/{name}")
@@ -123,7 +123,7 @@ async def shard(
     range: Annotated[str | None, Header()] = None,
 ) -> Response:  # fmt: skip
     await authorize(request, service, signature, digest)
-    return await service.threads(stream, service.context.artifacts, digest, name, range)
+    return await service.openers(stream, service.context.artifacts, digest, name, range)
 
 
 @routes.get("/batches/{ticket}")

@@ -122,7 +122,7 @@ async def list_jobs(service: Service, owner: Owner, page: Paged) -> Response:
     """A page of the tenant's jobs, newest first, of up to 4 MB. Where more follow, the header ``X-Next-Page`` has their
     ``after``."""
     fetch = partial(service.controller.queries.list, owner.id)
-    return await page.encoded(service.threads, fetch, encoded_view, lambda view: (view.created, view.id), float, str)
+    return await page.encoded(service.encoders, fetch, encoded_view, lambda view: (view.created, view.id), float, str)
 
 
 @routes.get("/runs", response_model=RunPage, tags=["jobs"])
@@ -181,7 +181,7 @@ async def metrics(service: Service, job: OfJob, after: After = -1, limit: StepLi
         behind = after if last is None else int(last["step"])
         return await service.controller.queries.metrics(job.tenant, job.id, behind, count)
 
-    return await encoded_page(service.threads, limit, fetch, _encoded_metrics, itemgetter("step"), STEP_BYTES)
+    return await encoded_page(service.encoders, limit, fetch, _encoded_metrics, itemgetter("step"), STEP_BYTES)
 
 
 def _encoded_metrics(row: dict[str, Any]) -> bytes:
@@ -227,7 +227,7 @@ async def events(
 async def trajectories(service: Service, job: OfJob, limit: Limit = 20, version: OfVersion = None) -> Response:
     """Recent episodes: text, tokens, log-probabilities, versions, rewards."""
     found = await service.controller.queries.episodes.trajectories(job.tenant, job.id, limit, version)
-    encoded = await service.threads(lambda: b",".join(encoded_view(view, exclude_unset=True) for view in found))
+    encoded = await service.encoders(lambda: b",".join(encoded_view(view, exclude_unset=True) for view in found))
     return Response(b"[" + encoded + b"]", media_type="application/json")
 
 
@@ -244,7 +244,7 @@ async def evaluations(
     queries = service.controller.queries
     names = await queries.policy_names(job.tenant, job.id)
     return await page.encoded(
-        service.threads, partial(queries.evaluation_rows, job.tenant, job.id, answers=held_out),
+        service.encoders, partial(queries.evaluation_rows, job.tenant, job.id, answers=held_out),
         lambda row: encoded_view(evaluation_view(names, row)), lambda row: (row.policy, row.version), str, float,
     )  # fmt: skip
 
@@ -253,7 +253,7 @@ async def evaluations(
 async def versions(service: Service, job: OfJob, policy: str, page: Paged) -> Response:
     """A page of a policy's versions, oldest first, of up to 4 MB."""
     fetch = partial(service.controller.queries.versions, job.tenant, job.id, policy)
-    return await page.encoded(service.threads, fetch, encoded_view, lambda row: (row.version,), float)
+    return await page.encoded(service.encoders, fetch, encoded_view, lambda row: (row.version,), float)
 
 
 @routes.get(
@@ -269,7 +269,7 @@ async def adapter(service: Service, job: OfJob, policy: str, version: str) -> Re
         raise NotFound(f"no version {version!r}; give a number or latest")
     number = None if version == "latest" else int(version)
     found, manifest = await service.controller.queries.adapter(job.tenant, job.id, policy, number)
-    size, chunks = await service.threads(pack, service.context.artifacts, manifest, service.context.clock.time())
+    size, chunks = await service.openers(pack, service.context.artifacts, manifest, service.context.clock.time())
     name = f"{job.id}-{policy}-{found}.tar"
     headers = {
         "Content-Length": str(size),

@@ -409,7 +409,7 @@ async def _whole(
     service: ServiceContext, size: int, headers: Mapping[str, str], body: Callable[[], dict[str, Any]]
 ) -> Response:
     """The response with ``body``, which has about ``size`` bytes."""
-    response = await off_loop(service.threads, size, lambda: json_response(body()))
+    response = await off_loop(service.encoders, size, lambda: json_response(body()))
     response.headers.update(headers)
     return response
 
@@ -634,7 +634,7 @@ async def _response_events(
             events = b": heartbeat\n\n" if update is None else form.grow(choice, update[1])
             if events:
                 yield events
-        yield await off_loop(service.threads, form.size(choice), lambda: form.end(choice, _usage([choice])))
+        yield await off_loop(service.encoders, form.size(choice), lambda: form.end(choice, _usage([choice])))
     except Exception as error:
         _, body = _error_body(error, request)
         yield form.failed(body)

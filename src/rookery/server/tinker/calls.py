@@ -244,7 +244,7 @@ async def _result(service: ServiceContext, request: str, result: operations.AnyR
     content: dict[str, Any]
     match result:
         case operations.ForwardBackwardResult() | operations.SampleResult():
-            return Response(await service.threads(protobuf.encode, result), media_type=protobuf.PROTOBUF)
+            return Response(await service.encoders(protobuf.encode, result), media_type=protobuf.PROTOBUF)
         case QueueStatus():
             state = "paused_capacity" if result.paused else "active"
             content = {"type": "try_again", "request_id": request, "queue_state": state}

@@ -263,9 +263,9 @@ async def external(
     if file not in (*ADAPTER_FILES, ARCHIVE) or not service.controller.tickets.reads(ticket, digest):
         raise NotFound("no such file, or its address has expired")
     if file != ARCHIVE:
-        return await service.threads(stream, service.context.artifacts, digest, file, range)
-    manifest = await service.threads(service.context.artifacts.open, digest)
-    size, pieces = await service.threads(pack, service.context.artifacts, manifest, service.context.clock.time())
+        return await service.openers(stream, service.context.artifacts, digest, file, range)
+    manifest = await service.openers(service.context.artifacts.open, digest)
+    size, pieces = await service.openers(pack, service.context.artifacts, manifest, service.context.clock.time())
     return Stream(pieces, media_type="application/x-tar", headers={"Content-Length": str(size)})
 
 
