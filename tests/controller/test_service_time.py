@@ -204,6 +204,18 @@ async def test_responses_that_have_waited_for_long_do_not_come_all_at_once() -> 
     line = ResponseLine(Pausing(), lambda sender: 60.0, WeakValueDictionary(), 100, 0.0)
     assert await asyncio.gather(*(line.turn("a", lambda: False) for _ in range(50))) == [True] * 50
     assert len(most) >= 50 and max(most) == 1
+    most.clear()
+    assert await asyncio.gather(*(line.turn("a", lambda: True) for _ in range(50))) == [True] * 50
+    assert not most, "those that are gone delay no other"
+
+
+@pytest.mark.parametrize("waited", [LONGEST_PAUSE, LONGEST_WAIT])
+async def test_a_request_that_waited_before_it_was_refused_waits_no_second_time(waited: float) -> None:
+    times, clock = made(working="b")
+    times.spend("a", 1000.0)
+    came, clock.now = clock.now, clock.now + waited
+    assert await times.turn("a", lambda: False, came) and clock.now == came + waited
+    assert await times.turn("a", lambda: False, clock.now) and clock.now > came + waited, "this one came just now"
 
 
 async def test_many_requests_at_once_do_not_all_begin() -> None:

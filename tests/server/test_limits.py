@@ -37,7 +37,7 @@ from websockets.sync.client import ClientConnection, connect
 from rookery import protocol
 from rookery.bounds import CHUNKS, CONVERSATION, PROMPTS
 from rookery.clock import SystemClock
-from rookery.controller.service_time import BURST, KeylessTime, RequestAccount, ServiceTime
+from rookery.controller.service_time import BURST, REFUSED_WAITING, KeylessTime, RequestAccount, ServiceTime
 from rookery.errors import TooManyRequests, Unauthorized
 from rookery.protocol.envhost import MOST_EPISODES
 from rookery.server.auth import Caller, FailedKeys, Keys
@@ -861,6 +861,38 @@ async def test_responses_wait_whose_sender_did_not_wait_for_its_turn(
     assert request.done() is not waits and len(sent) == (0 if waits else 2)
     request.cancel()
     await asyncio.gather(request, return_exceptions=True)
+
+
+async def test_a_refusal_for_which_there_is_no_place_closes_its_connection() -> None:
+    """Its client reads the status; the connection is no flood."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["state"]["caller"] = Caller("ada", "tenant", "")
+        await send({"type": "http.response.start", "status": 429, "headers": []})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    tenants, sent = ServiceTime(SystemClock(), lambda tenant: 1.0, TooManyRequests, lambda: {"bob"}), list[Any]()
+    tenants.spend("ada", 1000.0)
+    waiting = [asyncio.create_task(tenants.turn("ada", lambda: False)) for _ in range(REFUSED_WAITING)]
+    await settle()
+    quotas = SimpleNamespace(service_time=tenants, host_time=tenants, keyless_time=None)
+    refusals = Counter[str]()
+    context = SimpleNamespace(rooms=SimpleNamespace(quotas=quotas))
+    service = SimpleNamespace(context=context, connections=Connections(10, refusals))
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "path": "/api/v1/jobs", "client": ("::1", 1), "state": {"slot": Slot(Wire(), "::1")},
+        "app": SimpleNamespace(state=SimpleNamespace(context=service)),
+    }  # fmt: skip
+    await TimeKeeper(app)(scope, cast(Any, None), send)
+    assert [message.get("status") for message in sent] == [429, None] and not refusals
+    assert sent[0]["headers"] == [(b"connection", b"close")]
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 @pytest.mark.parametrize("role", ["tenant", "host"])

@@ -4,8 +4,9 @@ The event loop answers everybody. While a tenant alone uses the service it may t
 here too, a tenant may take ``tenant_service_share`` seconds of it in a second: beyond that its next requests wait, one
 after another, and are refused with status 429 after :data:`LONGEST_WAIT`, those for work after
 :data:`LONGEST_WORK_WAIT`. The response to a request that is refused before it waits, such as one beyond the tenant's
-rate or of a key that opens another route, waits in the same line, for :data:`LONGEST_PAUSE` at most: a client that
-sends its next request at each refusal takes no more than its share.
+rate, waits in the same line, for :data:`LONGEST_PAUSE` at most, and one that has waited before it was refused for the
+rest of that: a client that sends its next request at each refusal takes no more than its share. Refusals of one moment
+that have waited for so long follow each other by :data:`SHORTEST_PAUSE`.
 
 A request's time is known when it ends. It is charged the mean of the tenant's earlier requests when it begins, and the
 rest as it runs, so that a hundred requests in one moment do not all begin.
@@ -85,23 +86,24 @@ class ResponseLine:
         self._waiting: Counter[str] = Counter()
         self._overdue: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def turn(self, sender: str, gone: Callable[[], bool]) -> bool:
-        """Returns when it is the turn of a response to the sender, or when its client is ``gone()``. False at once
-        where too many of them wait."""
+    async def turn(self, sender: str, gone: Callable[[], bool], waited: float = 0.0) -> bool:
+        """Returns when it is the turn of a response to the sender, whose request has ``waited`` before, or when its
+        client is ``gone()``. False at once where too many of them wait."""
         lock = self._turns.setdefault(sender, asyncio.Lock())
-        if not lock.locked() and not self._late(sender):
+        if 0 < self._longest <= waited or not (lock.locked() or self._late(sender)):
             return True
         if self._waiting[sender] >= self._most:
             return False
         self._waiting[sender] += 1
         try:
-            async with asyncio.timeout(self._longest), lock:
+            async with asyncio.timeout(self._longest - waited), lock:
                 while (late := self._late(sender)) > 0 and not gone():
                     await self._clock.sleep(max(late, SHORTEST_PAUSE))
         except TimeoutError:
             overdue = self._overdue.setdefault(sender, asyncio.Lock())
             async with overdue:  # they came together, and their clients' next requests would
-                await self._clock.sleep(SHORTEST_PAUSE)
+                if not gone():
+                    await self._clock.sleep(SHORTEST_PAUSE)
         finally:
             self._waiting[sender] -= 1
             if not self._waiting[sender]:
@@ -198,11 +200,12 @@ class ServiceTime:
                 return self._charge(tenant)
         return self._charge(tenant)
 
-    async def turn(self, tenant: str, gone: Callable[[], bool]) -> bool:
+    async def turn(self, tenant: str, gone: Callable[[], bool], came: float | None = None) -> bool:
         """Returns when it is the turn of a response that refuses a request of the tenant before :meth:`begin` let it
-        begin; after :data:`LONGEST_PAUSE` at most, or when its client is ``gone()``. False at once where too many of
-        them wait."""
-        return await self._refusals.turn(tenant, gone)
+        begin, for which it ``came`` to the line then; after :data:`LONGEST_PAUSE` at most, or when its client is
+        ``gone()``. False at once where too many of them wait."""
+        waited = 0.0 if came is None else self._clock.monotonic() - came
+        return await self._refusals.turn(tenant, gone, waited)
 
     def late(self, tenant: str) -> float:
         """Seconds by which the next part of a stream, of a body or of a host's messages waits, where the tenant took

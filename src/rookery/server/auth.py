@@ -301,6 +301,7 @@ async def admit(service: ServiceContext, connection: HTTPConnection, caller: Cal
             _open_request(service, connection, caller.id)
         reads = connection.scope.get("method") in ("GET", "HEAD")
         longest = LONGEST_WAIT if reads else LONGEST_WORK_WAIT
+        connection.state.came = service.context.clock.monotonic()
         connection.state.account = await quotas.service_time.begin(caller.id, longest)
     return caller
 

@@ -202,7 +202,8 @@ class TimeKeeper:
                 return bool(await quotas.keyless_time.turn(address, lambda: connection.transport is None))
             if (caller := state.get("caller")) is None or (charges is service_time and "account" in state):
                 return True
-            return bool(await charges.turn(caller.id, lambda: connection.transport is None))
+            came = state.get("came") if charges is service_time else None
+            return bool(await charges.turn(caller.id, lambda: connection.transport is None, came))
 
         state["pause"] = pause
         SPENT.set(spent)
@@ -212,7 +213,10 @@ class TimeKeeper:
             connection = state.get("slot")
             starts = message["type"].endswith("http.response.start") and connection is not None
             if starts and not await turn(connection):
-                service.connections.end_flood(connection)
+                if scope["type"] != "http" or keyless():
+                    service.connections.end_flood(connection)
+                else:  # its client learns when to come again, and the service needs no place for it
+                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             if keyless():
                 spent(len(message.get("body", b"")) * SENT_SECONDS)
             if scope["type"] != "http":
