@@ -61,7 +61,7 @@ from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.elastic import ElasticPool
 from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
 from rookery.controller.rollout.scheduler import RolloutScheduler, TokensReceived
-from rookery.controller.services import Records
+from rookery.controller.services import Records, Threads
 from rookery.controller.sessions.sessions import Sessions
 from rookery.controller.sessions.times import SESSION_TIMES, SessionTimes
 from rookery.controller.stored_spans import StoredSpans
@@ -191,9 +191,7 @@ class Controller:
             store=store,
             artifacts=artifacts,
             chat=chat,
-            threads=threads,
-            encoders=encoders,
-            openers=openers,
+            threads=Threads(threads, encoders, openers),
             records=self.records,
             outages=Outages(store, artifacts, clock, settings.worker.heartbeat_seconds),
         )

@@ -78,14 +78,14 @@ class EpisodeQueries:
             groups_page, tenant, job, consumed_by=consumed, state=state, offset=offset, limit=limit
         )
         name, version = algorithm(row.spec), consumed[0] if consumed is not None else None
-        groups = await self._context.encoders(lambda: [_group(group, name) for group in found])
+        groups = await self._context.threads.encoders(lambda: [_group(group, name) for group in found])
         return GroupPage(groups=groups, total=total, version=version)
 
     async def group(self, tenant: str, job: str, group: str) -> GroupView:
         """One group with the replies of its episodes."""
         row = await self._store.read(jobs.get_job, tenant, job)
         found = await self._store.read(get_group, tenant, job, group)
-        return await self._context.encoders(_whole_group, found, algorithm(row.spec), stored_policies(row.spec))
+        return await self._context.threads.encoders(_whole_group, found, algorithm(row.spec), stored_policies(row.spec))
 
     async def episodes(
         self, tenant: str, job: str, chosen: EpisodeChoice
@@ -93,14 +93,16 @@ class EpisodeQueries:
         """A page of episodes, newest first, and where the next one begins. A search may end before it found a page."""
         row = await self._store.read(jobs.get_job, tenant, job)
         found, policies = await self._store.read(episodes_page, tenant, job, chosen), stored_policies(row.spec)
-        rows = await self._context.encoders(lambda: [_line(group, one, policies) for group, one in found.episodes])
+        rows = await self._context.threads.encoders(
+            lambda: [_line(group, one, policies) for group, one in found.episodes]
+        )
         return rows, found.next
 
     async def episode(self, tenant: str, job: str, episode: str) -> EpisodeReading:
         """One episode whole: conversation, turns, and its tokens where its text is kept."""
         row = await self._store.read(jobs.get_job, tenant, job)
         group, found = await self._store.read(get_episode, tenant, job, episode)
-        view = await self._context.encoders(_group, group, algorithm(row.spec))
+        view = await self._context.threads.encoders(_group, group, algorithm(row.spec))
         scored = {member.episode: member.advantage for member in view.members}
         shown = _member(
             EpisodeReading, found, scored.get(found.id), group=group.id, ordinal=group.ordinal, seed=found.seed,
@@ -111,9 +113,9 @@ class EpisodeQueries:
             models = {name: stored_base_model(row.spec, name) for name in stored_policies(row.spec)}
             chats = {model: await self._chat(model) for model in set(models.values())}
             by_policy = {name: chats[model] for name, model in models.items()}
-            await self._context.encoders(_add_texts, shown, found.trajectories, found.train_logprobs, by_policy)
+            await self._context.threads.encoders(_add_texts, shown, found.trajectories, found.train_logprobs, by_policy)
         elif found.turns:
-            replies = await self._context.encoders(decode_turns, found.turns, stored_policies(row.spec)[0])
+            replies = await self._context.threads.encoders(decode_turns, found.turns, stored_policies(row.spec)[0])
             shown.messages = [MessageView(role="assistant", content=reply.text) for reply in replies]
         return shown
 
@@ -124,7 +126,9 @@ class EpisodeQueries:
             await self._store.read(jobs.recent_episodes, tenant, job, limit, version),
             stored_policies(row.spec)[0],
         )
-        return await self._context.encoders(lambda: [_episode(group, episode, first) for group, episode in found])
+        return await self._context.threads.encoders(
+            lambda: [_episode(group, episode, first) for group, episode in found]
+        )
 
     async def failures(self, tenant: str, job: str, limit: int) -> list[FailureView]:
         """The most frequent errors of failed episodes."""
@@ -137,7 +141,7 @@ class EpisodeQueries:
         row = await self._store.read(jobs.get_job, tenant, job)
         found = await self._store.read(episodes_page, tenant, job, EpisodeChoice(limit=EPISODES_READ))
         first = stored_policies(row.spec)[0]
-        return await self._context.encoders(lambda: [_recent(episode, first) for _, episode in found.episodes])
+        return await self._context.threads.encoders(lambda: [_recent(episode, first) for _, episode in found.episodes])
 
     async def _chat(self, model: str) -> Chat | None:
         """The tokenizer of a base model; None where it is not on this machine: nothing is fetched to show a text."""

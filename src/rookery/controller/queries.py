@@ -305,7 +305,7 @@ class JobQueries:
         """The number and the artifact of a version (the newest for None). Raises :class:`NotFound` where it is not
         kept, :class:`CorruptArtifact` where its bytes are not what its hash says."""
         _, found = await find_version(self._store, tenant, job, policy, version)
-        return found.version, await self._context.openers(self._context.artifacts.verify, found.hash)
+        return found.version, await self._context.threads.openers(self._context.artifacts.verify, found.hash)
 
     def _view(
         self,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from rookery.clock import Clock, IdGenerator
 from rookery.controller.outages import Outages
@@ -14,6 +15,8 @@ from rookery.storage.store import Store, Writer
 from rookery.telemetry.spans import SpanRing
 from rookery.telemetry.tracing import EpisodeTracer
 from rookery.tokenization.chat import Chat
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,22 @@ class Records:
     """Sends episodes to a collector, where a setting names one."""
 
 
+@dataclass(frozen=True)
+class Threads:
+    """Run blocking calls of tenants, off the event loop. A call of one kind waits for none of another."""
+
+    work: Writer
+    """All that is neither of the following."""
+    encoders: Writer
+    """Responses that are encoded: lists wait for no work."""
+    openers: Writer
+    """Files of artifacts that are opened or read whole, perhaps from a store that is slow or away."""
+
+    def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> Coroutine[Any, Any, T]:
+        """A call of ``work``."""
+        return self.work(call, *arguments, **named)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Services:
     settings: Settings
@@ -37,11 +56,6 @@ class Services:
     artifacts: Artifacts
     chat: Callable[[str], Awaitable[Chat]]
     """The chat template and tokenizer of a base model, prepared if they were not."""
-    threads: Writer
-    """Runs blocking calls of a tenant's work, off the event loop."""
-    encoders: Writer
-    """The same of responses that are encoded: lists wait for no work."""
-    openers: Writer
-    """The same of files of artifacts that are opened or read whole, perhaps from a store that is slow or away."""
+    threads: Threads
     records: Records
     outages: Outages

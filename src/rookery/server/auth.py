@@ -225,12 +225,12 @@ class ServiceContext:
     @property
     def encoders(self) -> Writer:
         """The same for responses: they wait for no other work."""
-        return self.context.encoders
+        return self.context.threads.encoders
 
     @property
     def openers(self) -> Writer:
         """The same for files of artifacts, which may be slow to open."""
-        return self.context.openers
+        return self.context.threads.openers
 
     @property
     def context(self) -> ControllerContext:
