@@ -57,10 +57,8 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
         words = tokenizer(service.settings.cache.parent)
         token = (service.settings.data / "worker.token").read_text().strip()
         text = f"Wait.\n{CALLS}\n{CALLS}"
-        worker = ScriptedWorker(service.url, token, words, (text, text))
-        worker.context = 4096
         with (
-            worker,
+            ScriptedWorker(service.url, token, words, (text, text)),
             OpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0) as client,
         ):
             until(lambda: client.models.list().data)

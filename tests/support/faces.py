@@ -80,7 +80,7 @@ class ScriptedWorker:
         self._steps = 0
         self.engine = ""
         """``vllm``: one that changes no logits."""
-        self.name, self.context = "scripted", 512
+        self.name = "scripted"
         self.gauges: dict[str, float] = {}
         """Of its next heartbeats."""
         self.read: dict[str, bytes] = {}
@@ -111,7 +111,7 @@ class ScriptedWorker:
     def _hello(self) -> protocol.Hello:
         return protocol.Hello(
             protocol=protocol.PROTOCOL, name=self.name, instance=self.name, model=MODEL, model_hash="0" * 64,
-            roles=["rollout", "train"], max_rows=64, max_context=self.context, max_rank=64, device="cpu", dtype="none",
+            roles=["rollout", "train"], max_rows=64, max_context=1 << 20, max_rank=64, device="cpu", dtype="none",
             engine=self.engine,
         )  # fmt: skip
 
