@@ -18,7 +18,7 @@ from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import WEIGHTS, config_path, recorded_projections
 from rookery.worker import memory
 from rookery.worker.engine.vllm.attached import Attached
-from rookery.worker.engine.vllm.backend import Backend
+from rookery.worker.engine.vllm.backend import Backend, ServerFault
 from rookery.worker.engine.vllm.engine import VllmEngine
 from rookery.worker.engine.vllm.in_process import InProcess
 from rookery.worker.model.adapter import Adapter, Projections, write_adapter
@@ -75,7 +75,7 @@ def _probe_rank(engine: VllmEngine, projections: Projections, settings: Settings
         write_adapter(Path(folder), Adapter(rank, ref.alpha, weights, prefix=projections.prefix))
         try:
             engine.add_adapter(ref, Path(folder))
-        except UserError as error:
+        except (UserError, ServerFault) as error:  # a rank above its limit is a server's fault to vLLM
             raise UserError(
                 f"{error}; start it with --max-lora-rank {rank}, or this worker with a lower ROOKERY_MAX_RANK, and let"
                 f" it read {settings.cache}"
