@@ -185,7 +185,7 @@ class Bench:
         """Replicate and evict: seconds, payload that crossed sites and left the trainer, in copies."""
         for name in receivers:
             os.kill(self.processes[name].pid, signal.SIGUSR1 if whole else signal.SIGUSR2)
-        size = sum(shard.size for shard in self.artifacts.open(digest).shards)
+        size = self.artifacts.open(digest).size
         crossed = [self.network.into(site) for site in range(SITES)]
         trainer = self.number.get("trainer", self.number[receivers[0]])
         sent = self.network.sent(trainer)

@@ -122,10 +122,8 @@ class EpisodeQueries:
     async def trajectories(self, tenant: str, job: str, limit: int, version: int | None = None) -> list[EpisodeView]:
         """The episodes that ended last: text, tokens, log-probabilities, versions, reward."""
         row = await self._store.read(jobs.get_job, tenant, job)
-        found, first = (
-            await self._store.read(jobs.recent_episodes, tenant, job, limit, version),
-            stored_policies(row.spec)[0],
-        )
+        found = await self._store.read(jobs.recent_episodes, tenant, job, limit, version)
+        first = stored_policies(row.spec)[0]
         return await self._context.threads.encoders(
             lambda: [_episode(group, episode, first) for group, episode in found]
         )

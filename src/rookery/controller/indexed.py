@@ -39,7 +39,7 @@ class IndexedDict(MutableMapping[K, V]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def of(self, **group: Hashable) -> Collection[V]:
+    def of(self, **group: Hashable) -> list[V]:
         """The values of one group, such as ``of(tenant="alice")``, the first to come first, as they are now."""
         [(name, value)] = group.items()
         return list(self._index[name].get(value, {}).values())

@@ -334,27 +334,25 @@ class Quotas:
 
     async def check_stored(self, tenant: str) -> None:
         """The tenant will store something. Raises :class:`TooManyRequests` at a limit."""
-        await self._check_stored(tenant, Counter)
+        await self._check_stored(tenant, int)
 
     @asynccontextmanager
-    async def storing(self, tenant: str, *, adapters: int = 0, size: int = 0) -> AsyncIterator[None]:
-        """The tenant stores so many adapters and bytes within. Raises :class:`TooManyRequests` at a limit; so the last
-        thing stored may exceed it. Things that others have begun to store before count, too."""
-        before = self.in_use(tenant)
-        with self._using(tenant, adapters=adapters, bytes=size):
-            mine = Counter(adapters=adapters, bytes=size)
-            await self._check_stored(tenant, lambda: before & (self.in_use(tenant) - mine))
+    async def storing(self, tenant: str) -> AsyncIterator[None]:
+        """The tenant stores an adapter within. Raises :class:`TooManyRequests` at a limit; so the last one stored may
+        exceed it. Those that others have begun to store before count, too."""
+        before = self.in_use(tenant)["adapters"]
+        with self._using(tenant, adapters=1):
+            await self._check_stored(tenant, lambda: min(before, self.in_use(tenant)["adapters"] - 1))
             yield
 
-    async def _check_stored(self, tenant: str, reserved: Callable[[], Counter[str]]) -> None:
-        """``reserved()``: adapters and bytes that are about to be stored. Uploads under way count with the bytes that
-        have arrived."""
+    async def _check_stored(self, tenant: str, reserved: Callable[[], int]) -> None:
+        """``reserved()``: adapters that are about to be stored. Uploads under way count with the bytes that have
+        arrived."""
         uploaded = self._uploaded[tenant]  # until the read: it may miss later ones
         adapters, size = await self._store.read(tenants.stored, tenant)
         self._stored[tenant] = size - uploaded
-        arriving = Counter(bytes=self._arriving[tenant])
-        for name, stored in (("adapters", adapters), ("bytes", size)):
-            most, soon = self.limit(tenant, name), reserved()[name] + arriving[name]
+        for name, stored, soon in (("adapters", adapters, reserved()), ("bytes", size, self._arriving[tenant])):
+            most = self.limit(tenant, name)
             if stored + soon >= most:
                 what = "adapters" if name == "adapters" else "bytes of adapters and datasets"
                 if stored < most:
@@ -376,7 +374,7 @@ class Quotas:
         def count(piece: int) -> None:
             nonlocal size
             most, stored = self.limit(tenant, "bytes"), self._stored.get(tenant, 0) + self._uploaded[tenant]
-            soon = self._arriving[tenant] + self.in_use(tenant)["bytes"]
+            soon = self._arriving[tenant]
             if stored + soon + piece > most:
                 raise self._refuse(
                     "bytes",

@@ -582,9 +582,8 @@ class JobValidator:
         """Commit an upload of the tenant; returns its hash."""
         services = self._services
         async with self._collector.storing(staging) as manifest:
-            size = sum(shard.size for shard in manifest.shards)
             now = services.clock.time()
-            await services.store.write(tenants.add_upload, tenant, kind, manifest.hash, size, now, name)
+            await services.store.write(tenants.add_upload, tenant, kind, manifest.hash, manifest.size, now, name)
         return manifest.hash
 
 

@@ -54,6 +54,11 @@ class Manifest(Struct, kw_only=True):
     hash: Name
     shards: Annotated[list[Shard], msgspec.Meta(max_length=MOST_SHARDS)]
 
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(shard.size for shard in self.shards)
+
 
 def manifest_of(shards: Iterable[Shard]) -> Manifest:
     """The manifest of these files. Its hash is that of the compact JSON ``[[name, size, sha256], …]``, by name."""

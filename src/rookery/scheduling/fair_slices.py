@@ -1,4 +1,4 @@
-"""How much of a slice, and of a worker's rows, each tenant has. The functions are pure.
+"""How much of a slice, and of a worker's rows, each tenant has: pure functions, and counters of what was computed.
 
 A slice that computes for several tenants takes as long as all of their work together, and each of them waits for all
 of it. So its cost is bounded: with equal weights, by that of any tenant's work alone, times the number of tenants. The

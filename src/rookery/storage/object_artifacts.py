@@ -70,15 +70,12 @@ READ_SECONDS, FILE_SECONDS = 30, 86400
 """Longest silence while a file is read, and the longest time that it may take in all."""
 
 
-def open_store(url: str, endpoint: str = "", *, seconds: int = 0, silent: int = 0) -> ObjectStore:
+def open_store(url: str, endpoint: str = "", *, seconds: int = SMALL_SECONDS, silent: int = 0) -> ObjectStore:
     """The store at ``url``; ``endpoint``: the address of a service that speaks S3, where it is not Amazon's. A request
-    takes at most ``seconds`` (0: :data:`SMALL_SECONDS`), of which the store may be silent for ``silent`` (0: all).
-    Raises :class:`UserError` for a URL of no store."""
+    takes at most ``seconds``, of which the store may be silent for ``silent`` (0: all). Raises :class:`UserError` for
+    a URL of no store."""
     config: Any = {"endpoint": endpoint, "virtual_hosted_style_request": False} if endpoint else None
-    client: Any = {
-        "timeout": timedelta(seconds=seconds or SMALL_SECONDS),
-        "allow_http": endpoint.startswith("http:"),
-    }
+    client: Any = {"timeout": timedelta(seconds=seconds), "allow_http": endpoint.startswith("http:")}
     if silent:
         client["read_timeout"] = timedelta(seconds=silent)
     retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_SECONDS)}

@@ -252,7 +252,8 @@ class EnvironmentHosts:
         if not hello.episodes or (owner, hello.instance) in self.hosts:
             return set()
         unfinished = set(await self._unfinished(owner))
-        known = [OpenEpisode(name, job) for name in hello.episodes if (job := _job_of(name, unfinished)) is not None]
+        lengths, named = {len(job) for job in unfinished}, hello.episodes
+        known = [OpenEpisode(name, job) for name in named if (job := _job_of(name, unfinished, lengths)) is not None]
         elsewhere = [host.called for one in {owner, SERVICE} for host in self.hosts.of(owner=one)]
         return {episode for episode in known if not any(episode.name in called for called in elsewhere)}
 
@@ -514,10 +515,10 @@ class EnvironmentHosts:
             raise HostLost("its environment host left", deterministic)
 
 
-def _job_of(episode: str, jobs: Collection[str]) -> str | None:
-    """The one of ``jobs`` that an episode belongs to, whose name is JOB-GROUP-MEMBER, or JOB-eVERSION-NUMBER and more
-    parts where it evaluates."""
-    names = (episode[:length] for length in {len(job) for job in jobs} if episode[length : length + 1] == "-")
+def _job_of(episode: str, jobs: Collection[str], lengths: Collection[int]) -> str | None:
+    """The one of ``jobs``, whose names have these ``lengths``, that an episode belongs to: its name is
+    JOB-GROUP-MEMBER, or JOB-eVERSION-NUMBER and more parts where it evaluates."""
+    names = (episode[:length] for length in lengths if episode[length : length + 1] == "-")
     return next((name for name in names if name in jobs), None)
 
 

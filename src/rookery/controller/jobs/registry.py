@@ -65,7 +65,7 @@ class JobRegistry:
 
     def waiting_of(self, tenant: str) -> list[JobRow]:
         """The tenant's jobs that wait for a place, in order."""
-        return list(self.waiting.of(tenant=tenant))
+        return self.waiting.of(tenant=tenant)
 
     def signal(self, job: str) -> Signal:
         """Notified when the job's state or metrics changed. Kept while somebody holds it."""

@@ -393,8 +393,7 @@ class WorkerPool:
         clients = +slots.clients
         if not clients or tenant in clients:
             return False
-        others = {*slots.tenants} - {tenant}
-        return slots.rollouts[tenant] < self._rows_of(tenant, others, slots.worker)
+        return slots.rollouts[tenant] < self._rows_of(tenant, slots.tenants, slots.worker)
 
     def _short_at(self, slots: WorkerSlots, waiting: Collection[str]) -> set[str]:
         """The tenants, of these that wait, whose rollouts the worker gets beyond its rows and its queue."""

@@ -199,8 +199,10 @@ class Sessions:
         """Remove from memory the runs without an operation whose sessions are suspended or finished. Another one loads
         them again, as a start of the service does."""
         for id, run in list(self.runs.items()):
+            if not run.unused:
+                continue
             row = await self._row(run.row.tenant, run.row.session)
-            if run.unused and (row.finished is not None or row.id in self._suspended):
+            if row.finished is not None or row.id in self._suspended:
                 async with self.loading.setdefault(id, asyncio.Lock()):
                     if run.unused and self.runs.get(id) is run:
                         del self.runs[id]

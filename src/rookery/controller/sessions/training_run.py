@@ -423,14 +423,14 @@ class TrainingRun:
         row = CheckpointRow(
             model=self.row.id, kind=operation.kind, name=operation.name, tenant=self.row.tenant, policy=self.policy.id,
             version=head.version, manifest=head.manifest, hash=head.hash, created=now, about=operation.about,
-            size=sum(shard.size for shard in head.manifest.shards),
+            size=head.manifest.size,
             expires=None if operation.ttl is None else now + operation.ttl,
         )  # fmt: skip
         saved = operations.StateSaved(path=row.path, size_bytes=row.size)
         content = operations.encode(saved)
         overwrite = operation.overwrite or operation.kind != "weights"  # the API protects only these
         outcome = (future.id, content)
-        async with context.rooms.quotas.storing(row.tenant, adapters=1):
+        async with context.rooms.quotas.storing(row.tenant):
             await context.rooms.collector.delete_unnamed(sessions.save_checkpoint, row, overwrite, outcome)
         self._futures.deliver(future, saved, len(content))
 
@@ -460,7 +460,7 @@ class TrainingRun:
         """The model's first version is stored within; a later one takes the room of the one before it. Raises
         :class:`~rookery.errors.TooManyRequests` at a limit of the tenant."""
         first = self._versions.head is None
-        return self._context.rooms.quotas.storing(self.row.tenant, adapters=1) if first else nullcontext()
+        return self._context.rooms.quotas.storing(self.row.tenant) if first else nullcontext()
 
     def _check_head(self) -> VersionRow:
         """The newest version, which the next operation builds on. Raises :class:`UserError` if there is none,

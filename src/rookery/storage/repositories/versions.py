@@ -125,7 +125,7 @@ def add_version(
     connection.execute(_CHANGE_POLICY, {"policy": policy, "head_version": version})
     row = VersionRow(
         policy=policy, version=version, tenant=owner.tenant, parent=parent, manifest=manifest, hash=manifest.hash,
-        size=sum(shard.size for shard in manifest.shards), step=step, created=time, reward=reward,
+        size=manifest.size, step=step, created=time, reward=reward,
     )  # fmt: skip
     add(connection, row)
     return row

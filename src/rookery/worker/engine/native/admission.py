@@ -2,9 +2,9 @@
 
 * In the requests' ``order``, among equals first come, first served, up to ``max_rows`` and the cache's budget; beyond,
   requests wait. A tenant with less than its share of the rows goes first, and beyond ``max_rows`` while the cache has
-  room (:func:`rookery.scheduling.fair_slices.next_row`). Clients never have more than
-  ``max_rows``. When growing texts fill the budget, the youngest request of those beyond their tenants' shares is
-  preempted: it returns to the head of the queue.
+  room (:func:`rookery.scheduling.fair_slices.next_row`). Clients never have more than ``max_rows``. When growing texts
+  fill the budget, the youngest request of those beyond their tenants' shares is preempted: it returns to the head of
+  the queue.
 * Requests with a ``reserved`` row wait ahead of the others and preempt them in the same order. While there are any,
   rollouts leave a headroom of the cache; when requests with reserved rows need more, the rollouts' part is halved and
   the youngest beyond it are given back, to run on other workers (:class:`rookery.scheduling.slo.CacheBudget`).
