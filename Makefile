@@ -118,7 +118,8 @@ docs: $(VENV)/.tests
 # `kill -9` of everything at random moments of real runs, a disk and descriptors that run out, mistakes that the simulated
 # chaos must notice; a long run of kills.
 test-chaos: $(VENV)/.tests
-	@$(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py tests/chaos/test_simulated.py tests/chaos/test_service_kills.py tests/chaos/test_policy_kills.py tests/server/test_agent_restarts.py tests/server/test_shortages.py --numprocesses $(HEAVY_PROCESSES) --dist worksteal
+	@$(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py tests/chaos/test_simulated.py tests/chaos/test_service_kills.py tests/chaos/test_policy_kills.py tests/server/test_agent_restarts.py tests/server/test_shortages.py \
+		tests/server/test_chats_beside_a_job.py --numprocesses $(HEAVY_PROCESSES) --dist worksteal
 
 chaos: $(VENV)/.tests
 	ROOKERY_CHAOS_ROUNDS=20 $(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py --timeout=3600

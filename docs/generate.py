@@ -188,19 +188,33 @@ def allowed(field: FieldInfo) -> str:
 def bounds_of(metadata: Iterable[Any]) -> str:
     words = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
     bounds = [
-        text.format(number(getattr(limit, name)))
+        (name, getattr(limit, name))
         for limit in metadata
-        for name, text in words.items()
+        for name in words
         if isinstance(limit, getattr(annotated_types, name.capitalize()))
     ]
-    return ", ".join(bounds)
+    return ", ".join(words[name].format(number(bound)) for name, bound in map(rounded, bounds))
+
+
+def rounded(bound: tuple[str, float]) -> tuple[str, float]:
+    """The largest integer of so many bits, or the smallest, by the first one beyond it."""
+    name, value = bound
+    if name == "le" and power_of_two(value + 1):
+        return "lt", value + 1
+    return ("gt", value - 1) if name == "ge" and power_of_two(1 - value) else bound
+
+
+def power_of_two(value: float) -> bool:
+    """Whether a number is such a power, of more digits than people read."""
+    return isinstance(value, int) and value > 1 << 30 and value.bit_count() == 1
 
 
 def number(value: float) -> str:
-    exponent = value.bit_length() - 1 if isinstance(value, int) and value > 0 else 0
-    return (
-        f"2^{exponent}" if exponent > 30 and value == 1 << exponent else f"{value:,}" if value < 1e6 else f"{value:g}"
-    )
+    if power_of_two(abs(value)):
+        return f"{'-' * (value < 0)}2^{int(value).bit_length() - 1}"
+    if 1000 <= value <= 1e9 and value == int(value):
+        return f"{int(value):,}"
+    return f"{value:,}" if value < 1000 else f"{value:g}"
 
 
 def choices(annotation: Any) -> Iterator[str]:

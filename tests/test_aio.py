@@ -11,7 +11,6 @@ from itertools import permutations
 
 import pytest
 
-from rookery import aio
 from rookery.aio import PORTION_SECONDS, Portions, close_within, in_portions, unless, wait_event
 
 SECONDS = 0.05
@@ -87,14 +86,11 @@ async def test_other_tasks_run_between_portions() -> None:
     task.cancel()
 
 
-async def test_a_close_whose_thread_hangs_is_left_behind(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_close_whose_thread_hangs_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
     closed, hangs = list[int](), threading.Event()
     await close_within(lambda: closed.append(1), "reads")
     assert closed and not caplog.text
-    monkeypatch.setattr(aio, "CLOSE_SECONDS", 0.01)
-    await close_within(hangs.wait, "sinks")
+    await close_within(hangs.wait, "sinks", seconds=0.01)
     assert "sinks: a call has not ended" in caplog.text
     hangs.set()
 

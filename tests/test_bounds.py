@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import math
+import pkgutil
+import sys
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -10,22 +14,19 @@ import annotated_types
 import msgspec
 import pytest
 from fastapi.params import Header, Param
-from fastapi.routing import APIRoute
+from fastapi.routing import APIRoute, APIRouter
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+import rookery.server
 from rookery import protocol
 from rookery.bounds import METADATA, METRIC_LETTERS, METRICS, JsonSize, is_small, metrics_problem
 from rookery.environments.builtins import BUILTINS
 from rookery.protocol.envhost import FromHost
 from rookery.protocol.worker import FromWorker
-from rookery.server.openai import OpenAIModel
-from rookery.server.routes import admin, jobs, openai
-from rookery.server.schemas import RequestModel
-from rookery.server.tinker import calls, sessions
-from rookery.server.tinker.schemas import CreateSession, OptimizerConfig, TinkerRequest
+from rookery.server.schemas import EpisodeEnd, SampleRequest
+from rookery.server.tinker.schemas import CreateSession
 from rookery.spec.job import JobSpec
-from rookery.spec.policy import SpecModel
 
 UNBOUNDED_BY_DESIGN = {
     "EnvironmentSpec.*": "options: the model of each built-in bounds them, and quotas.job_problems their bytes",
@@ -114,14 +115,47 @@ def all_of(base: type) -> Iterator[type]:
         yield from all_of(derived)
 
 
-BASES = [SpecModel, RequestModel, OpenAIModel, TinkerRequest]
+for module in pkgutil.walk_packages(rookery.server.__path__, "rookery.server."):
+    importlib.import_module(module.name)
+
+ROUTERS = {
+    id(router): router
+    for name, module in [*sys.modules.items()] if name.startswith("rookery.server.")
+    for router in vars(module).values() if isinstance(router, APIRouter)
+}  # fmt: skip
+ROUTES = [route for router in ROUTERS.values() for route in router.routes if isinstance(route, APIRoute)]
+"""Every route of every router in the modules of the service."""
+
+
+def models_in(annotation: Any) -> Iterator[type]:
+    """The models in a type, with those of their fields."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+        for field in annotation.model_fields.values():
+            yield from models_in(field.annotation)
+    for argument in get_args(annotation):
+        yield from models_in(argument)
+
+
+ANSWERS = {
+    model
+    for route in ROUTES
+    for kind in (route.response_model, *(response.get("model") for response in route.responses.values()))
+    for model in models_in(kind)
+}
+"""Models that the service sends. One that it reads too is no answer only: no request has such a part."""
+
+STRANGERS = ("rookery.server.", "rookery.environments.", "rookery.spec.job", "rookery.spec.policy")
+"""The modules with models that strangers send. Others are read from the operator's files, or are answers."""
+
 SCHEMAS = [
-    *(model for base in BASES for model in all_of(base) if model.__module__.startswith("rookery.")),
-    *(builtin.options for builtin in BUILTINS.values()),
-    OptimizerConfig,
+    *(
+        model for model in dict.fromkeys(all_of(BaseModel))
+        if model not in ANSWERS and model.__module__.startswith(STRANGERS)
+    ),
     *get_args(FromWorker),
     *get_args(FromHost),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("model", SCHEMAS, ids=lambda model: model.__name__)
@@ -149,12 +183,15 @@ def test_an_unbounded_field_is_found() -> None:
     assert {line.partition(":")[0] for line in problems_of(LooseStruct)} == {"LooseStruct.data", "LooseStruct.texts[]"}
 
 
-ROUTES = [
-    route
-    for router in (jobs.routes, admin.routes, openai.routes, calls.routes, sessions.routes)
-    for route in router.routes
-    if isinstance(route, APIRoute)
-]
+def test_the_walk_finds_what_every_part_of_the_service_reads() -> None:
+    found = {model.__name__ for model in SCHEMAS}
+    assert {
+        "JobSpec", "PolicySpec", "NewTenant", "ChatRequest", "ResponsesRequest", "TokenRequest", "EpisodeChat",
+        "EpisodeResponses", "EpisodeTokens", "JobCreate", "GraderValidate", "GraderRun", "AsampleRequest",
+        "OptimizerConfig", "JsonlOptions",
+    } <= found  # fmt: skip
+    assert {builtin.options for builtin in BUILTINS.values()} <= {*SCHEMAS}
+    assert {route.path for route in ROUTES} >= {"/v1/fine_tuning/jobs", "/api/v1/secrets/{secret}", "/api/v1/usage"}
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{'/'.join(sorted(route.methods))} {route.path}")
@@ -170,6 +207,73 @@ def test_every_number_of_an_address_has_a_range(route: APIRoute) -> None:
     for body in route.dependant.body_params:
         kind = body.field_info.annotation
         assert kind == dict[str, Any] or kind in SCHEMAS, "a body is a bounded model, or a job"
+
+
+def places(annotation: Any, kinds: tuple[type, ...], value: Any) -> Iterator[Any]:
+    """JSON of a type with ``value`` in the place of a number of one of these kinds."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation in kinds:
+        yield value
+    elif origin is Annotated:
+        yield from places(arguments[0], kinds, value)
+    elif origin in (Union, types.UnionType):
+        for one in arguments:
+            yield from places(one, kinds, value)
+    elif origin is tuple and Ellipsis not in arguments:
+        found = [next(places(one, kinds, value), None) for one in arguments]
+        if any(one is not None for one in found):
+            yield found
+    elif origin in (list, tuple):
+        yield from ([one] for one in places(arguments[0], kinds, value))
+    elif origin is dict:
+        yield from ({"5": one} for one in places(arguments[1], kinds, value))
+
+
+NUMBERED = [
+    model for model in dict.fromkeys(all_of(BaseModel))
+    if model not in ANSWERS
+    and model.__module__.startswith((*STRANGERS, "rookery.spec.fleet", "rookery.spec.machine"))
+    and model is not EpisodeEnd  # says outcomes, as an environment's Step does
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", NUMBERED, ids=lambda model: model.__name__)
+def test_a_number_is_no_boolean_and_finite(model: type[BaseModel]) -> None:
+    """Wherever one stands: in a list, a mapping, a union."""
+    for name, field in model.model_fields.items():
+        wrong = [*places(field.annotation, (int, float), True)]
+        wrong += [one for text in ("nan", "-inf", math.nan) for one in places(field.annotation, (float,), text)]
+        for value in wrong:
+            key = field.alias or name
+            with pytest.raises(ValidationError) as refused:
+                model.model_validate({key: value})
+            kinds = {error["type"] for error in refused.value.errors() if error["loc"][:1] == (key,)}
+            assert kinds & {"boolean_for_number", "int_type", "finite_number", "value_error"}, (key, value, kinds)
+
+
+def test_the_walk_of_numbers_reaches_every_place() -> None:
+    found = [*places(dict[str, list[Annotated[int, "…"]] | tuple[float, str] | str | None], (int, float), True)]
+    assert found == [{"5": [True]}, {"5": [True, None]}]
+    assert sum(bool([*places(field.annotation, (int, float), 1)]) for model in NUMBERED
+               for field in model.model_fields.values()) > 150  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "read"), [(8, 8), (8.0, 8), (1e1, 10), ("8", 8), (8.5, None), ("8.5", None)])
+def test_a_whole_number_may_be_written_as_another_number(value: Any, read: int | None) -> None:
+    if read is None:
+        with pytest.raises(ValidationError):
+            SampleRequest.model_validate({"target": "a", "messages": [{"role": "user", "content": ""}], "seed": value})
+        return
+    asked = {"target": "a", "messages": [{"role": "user", "content": "x"}], "seed": value}
+    assert SampleRequest.model_validate(asked).seed == read
+
+
+def test_outcomes_may_be_booleans() -> None:
+    end = EpisodeEnd.model_validate({"reward": True, "metrics": {"right": False}})
+    assert (end.reward, end.metrics) == (1.0, {"right": 0.0})
+    for wrong in ("nan", math.inf, "many"):
+        with pytest.raises(ValidationError):
+            EpisodeEnd.model_validate({"reward": wrong})
 
 
 def test_a_value_is_measured_up_to_its_bound() -> None:

@@ -1,17 +1,23 @@
-"""Child processes: they import nothing from the working directory."""
+"""Child processes: they import nothing from the working directory, and process 1 is an init."""
 
 from __future__ import annotations
 
 import ast
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
+from tests.support.waiting import until
 
-from rookery.children import interpreter
+from rookery.children import child_variables, interpreter
+from rookery.environments.verifiers.pool import VerifierPool
 
 SOURCE = Path(__file__).parents[1] / "src" / "rookery"
 
@@ -30,16 +36,58 @@ MODULES = {
 
 @pytest.mark.parametrize("module", MODULES)
 def test_children_import_nothing_from_the_working_directory(tmp_path: Path, module: str) -> None:
-    """Files of a research folder may have the names of the library's modules, and of packages."""
+    """Files of a research folder may have the names of the library's modules, and of packages. A shell may have an
+    empty entry in PYTHONPATH, from ``export PYTHONPATH=$PYTHONPATH:/x``."""
     run = tmp_path / "imported"
     names = {*sys.stdlib_module_names, "torch", "numpy", "msgspec", "rookery", "websockets", "httpx", "regex", "ray"}
     for name in names:
         (tmp_path / f"{name}.py").write_text(f"open({str(run)!r}, 'a').write({name!r})\n")
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(["", *filter(None, sys.path), ""])}
     done = subprocess.run(
-        interpreter(module, *MODULES[module]), cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+        interpreter(module, *MODULES[module]), cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        env=child_variables(variables),
+    )  # fmt: skip
     assert not run.exists(), run.read_text()
     assert "Error" not in done.stderr.replace("UserError", "") or module.endswith("pool"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ("", None), (":", None), (":/x", "/x"), ("lib:", "lib"), ("/a::/b", "/a:/b"), ("/a:/b", "/a:/b"),
+        (".:/a", ".:/a"),
+    ],
+)  # fmt: skip
+def test_a_child_has_no_empty_entry_in_its_search_path(given: str, left: str | None) -> None:
+    """A ``.`` is somebody's wish."""
+    variables = child_variables({"PYTHONPATH": given, "PATH": "/bin"})
+    assert variables == {"PATH": "/bin"} | ({} if left is None else {"PYTHONPATH": left})
+
+
+@pytest.mark.parametrize("name", ["PYTHONOPTIMIZE", "PYTHONINSPECT"])
+def test_children_keep_docstrings_and_end(name: str) -> None:
+    """A shell or an image may set them: transformers reads docstrings, and a child has an input that stays open."""
+    variables = child_variables({**os.environ, name: "2"})
+    assert name not in variables
+    command, output = interpreter("this"), subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, env=variables) as child:
+        assert child.wait(60) == 0
+
+
+@pytest.mark.parametrize("inherited", ["--ignore-signal=CHLD", "--block-signal=TERM,INT,CHLD"])
+def test_signals_that_a_parent_ignores_or_blocks_reach_a_program(tmp_path: Path, inherited: str) -> None:
+    """Without SIGCHLD the exit codes of its children are lost, such as that of a worker that refuses to start."""
+    (tmp_path / "parent.py").write_text(
+        "import subprocess, sys, time\n"
+        "print(subprocess.run([sys.executable, '-c', 'raise SystemExit(2)']).returncode, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = ["env", inherited, sys.executable, "-m", "rookery.start", "parent"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "2\n"
+        child.terminate()
+        assert child.wait(60) == 143
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -53,6 +101,86 @@ def test_signal_ends_a_program_that_still_imports(tmp_path: Path, number: signal
         child.send_signal(number)
         _, said = child.communicate(timeout=30)
         assert (child.returncode, said) == (code, "")
+
+
+CONTAINER = ["unshare", "--pid", "--fork", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
+"""Runs a command as process 1 of new numbers of processes."""
+
+
+@pytest.fixture
+def container(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts a program as process 1, by the entry of all programs."""
+    if shutil.which("unshare") is None or subprocess.run([*CONTAINER, "true"], check=False).returncode:
+        pytest.skip("processes cannot have numbers of their own here")
+    started: list[subprocess.Popen[str]] = []
+
+    def start(program: str) -> subprocess.Popen[str]:
+        (tmp_path / "contained.py").write_text(program)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        defaults = ["env", "--default-signal=INT,HUP"]  # tests may ignore them
+        command = [*CONTAINER, "--kill-child", *defaults, sys.executable, "-m", "rookery.start", "contained"]
+        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for child in started:
+        child.kill()
+        child.communicate()
+
+
+ORPHANS = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+for _ in range(30):
+    if not (between := os.fork()):
+        os.fork()
+        os._exit(0)
+    os.waitpid(between, 0)
+print(os.getpid(), flush=True)
+signal.pause()
+"""
+"""Starts processes whose parents end before them."""
+
+
+def test_process_1_waits_for_orphans_passes_signals_on_and_ends_as_its_program(
+    container: Callable[[str], subprocess.Popen[str]],
+) -> None:
+    child = container(ORPHANS)
+    assert child.stdout is not None and int(child.stdout.readline()) > 1
+    (first,) = psutil.Process(child.pid).children()
+    until(lambda: len(first.children()) == 1, lambda: f"{first.children()}")
+    first.send_signal(signal.SIGTERM)
+    assert child.wait(60) == 7
+
+
+@pytest.mark.parametrize(
+    ("program", "number", "code"),
+    [
+        ("import sys; print(1, flush=True); sys.exit(5)", None, 5),
+        ("import os; print(1, flush=True); os.kill(os.getpid(), 9)", None, 137),
+        ("import time; print(1, flush=True); time.sleep(600)", signal.SIGTERM, 143),
+        ("import time; print(1, flush=True); time.sleep(600)", signal.SIGINT, 130),
+        ("import time; print(1, flush=True); time.sleep(600)", signal.SIGHUP, 129),
+    ],
+)
+def test_process_1_has_the_exit_code_of_its_program(
+    container: Callable[[str], subprocess.Popen[str]], program: str, number: signal.Signals | None, code: int
+) -> None:
+    """Without a handler a signal is lost to process 1 itself."""
+    child = container(program)
+    assert child.stdout is not None and child.stdout.readline() == "1\n"
+    if number is not None:
+        psutil.Process(child.pid).children()[0].send_signal(number)
+    assert child.wait(60) == code
+
+
+def test_output_of_a_starting_interpreter_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the ``sitecustomize`` of an image, or somebody's ``usercustomize``."""
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.write(1, b'Welcome \\xff\\n{}\\n[] ')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    with closing(VerifierPool("schema", module="rookery.server.schema_process", children=1)) as pool:
+        for _ in range(2):
+            assert pool.score({"offered": {}, "followed": {}}) == ["", ""]
 
 
 def test_low_priority_counts_against_processes_of_other_sessions() -> None:
@@ -86,3 +214,29 @@ def test_every_child_is_started_by_the_same_command() -> None:
             if any(ast.unparse(element) == "sys.executable" for element in function.elts):
                 found.add(str(path.relative_to(SOURCE)))
     assert found == {"children.py"}
+
+
+STARTS = {
+    "subprocess.Popen": "env", "subprocess.run": "env", "asyncio.create_subprocess_exec": "env", "os.execve": 2,
+}  # fmt: skip
+"""The functions that start a process, and where each takes its environment: by name or by place."""
+
+
+def test_every_child_gets_its_variables_from_one_function() -> None:
+    started = set()
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "import interpreter" not in text and ", interpreter" not in text:
+            continue
+        for call in ast.walk(ast.parse(text)):
+            where = STARTS.get(ast.unparse(call.func)) if isinstance(call, ast.Call) else None
+            if where is None:
+                continue
+            assert isinstance(call, ast.Call)
+            given = {keyword.arg: keyword.value for keyword in call.keywords}
+            variables = given.get(where) if isinstance(where, str) else call.args[where]
+            assert variables is not None and ast.unparse(variables).startswith("child_variables("), ast.unparse(call)
+            started.add(path.name)
+    assert started == {
+        "adapters.py", "base_models.py", "models.py", "plan.py", "pool.py", "ray.py", "serve.py", "supervisor.py",
+    }  # fmt: skip

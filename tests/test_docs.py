@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from pydantic import BaseModel
-from tests.support.faces import MODEL, Reach, ScriptedWorker, served
+from tests.support.commands import commands, options_of
+from tests.support.faces import MODEL, Reach, ThreadedWorker, served
 
-from rookery.cli import app
 from rookery.client import AdapterFolder, Client, Job
 from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.foreign.games import set_games
@@ -24,7 +23,8 @@ from rookery.environments.foreign.verifiers import set_verifiers
 from rookery.environments.judges import set_judges
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE
 from rookery.environments.verifiers.verifiers import VERIFIERS
-from rookery.settings import SECTION_OF, Settings
+from rookery.server.app import build
+from rookery.settings import SECTION_OF, Settings, variable_notes
 from rookery.spec.parsing import parse_job
 
 ROOT = Path(__file__).parent.parent
@@ -115,7 +115,7 @@ def test_environment_example_runs(tmp_path: Path, reach: Reach) -> None:
     example, replaced = re.subn(r'base_model="[^"]+"(.*?)stop=\{"steps": 40\}', rf'base_model="{MODEL}"\1{SMALL}', text,
                                 flags=re.DOTALL)  # fmt: skip
     assert replaced == 1
-    with served(tmp_path) as service, ScriptedWorker.of(service):
+    with served(tmp_path) as service, ThreadedWorker.of(service):
         reach(service)
         names: dict[str, Any] = {"__name__": "example"}
         exec(compile(example, page, "exec"), names)
@@ -132,12 +132,66 @@ def test_files_named_exist(page: Path) -> None:
         assert (ROOT / "src" / "rookery" / name).exists(), f"{page.name}: {name}"
 
 
+def invocations(page: Path) -> Iterator[list[str]]:
+    """The words after ``rookery`` wherever a page shows a command."""
+    text = page.read_text(encoding="utf-8")
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    fenced = "\n".join(block for language, block in fences if language in ("", "bash"))
+    inline = re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    for line in [*fenced.replace("\\\n", " ").splitlines(), *inline]:
+        for shown in re.findall(r"(?:^|[\s/])rookery ([a-z][^#|&;]*)", line.replace("\n", " ")):
+            yield [word.rstrip(",.;") for word in shown.split()]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "skills/rookery/SKILL.md"], ids=lambda page: page.name)
+def test_commands_exist_with_their_options(page: Path) -> None:
+    every, groups = commands(), {name.split()[0] for name in commands() if " " in name}
+    for words in invocations(page):
+        name = " ".join(words[:2]) if words[0] in groups and len(words) > 1 else words[0]
+        if name in groups:  # a group alone
+            continue
+        assert name in every, f"{page.name}: rookery {name}"
+        given = {re.split("[=,]", word)[0] for word in words if re.match("--?[a-z]", word)}
+        assert given <= options_of(every[name]) | {"--help", "--debug"}, f"{page.name}: rookery {' '.join(words)}"
+
+
+def test_every_command_is_documented() -> None:
+    shown = {" ".join(words[:size]) for page in PAGES for words in invocations(page) for size in (1, 2)}
+    assert set(commands()) - shown == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_exist(page: Path) -> None:
-    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    for text in blocks(page, "bash"):
-        named = re.findall(r"^(?:\S*/)?rookery ([a-z-]+)", text, re.MULTILINE)
-        assert set(named) <= known, page.name
+def test_endpoints_exist(page: Path) -> None:
+    paths = build(None).openapi()["paths"]  # type: ignore[arg-type]  # nothing is served by this one
+    for method, path, query in re.findall(
+        r"\b(GET|POST|PUT|PATCH|DELETE) (/(?:api|v1|inference)/[\w/{}.@…:-]*)(?:\?([^`]*))?`",
+        page.read_text(encoding="utf-8"),
+    ):
+        wanted = [part if re.fullmatch(r"[a-z][a-z0-9_.-]*", part) else "*" for part in path.split("/")[1:]]
+        fitting = [
+            operations[method.lower()]
+            for known, operations in paths.items()
+            if method.lower() in operations and fits(wanted, known.split("/")[1:])
+        ]
+        assert fitting, f"{page.name}: {method} {path}"
+        names = {one.partition("=")[0] for one in query.split("&") if one}
+        given = [{one["name"] for one in operation.get("parameters", ())} for operation in fitting]
+        assert any(names <= known for known in given), f"{page.name}: {path}?{query}"
+
+
+def fits(wanted: list[str], known: list[str]) -> bool:
+    """Whether a path of a page, with ``*`` for its variables, is this one of the API."""
+    return len(wanted) == len(known) and all(
+        ours == "*" if theirs.startswith("{") else ours == theirs for ours, theirs in zip(wanted, known, strict=True)
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_variables_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    examples = {"ROOKERY_JUDGE_KEY", "ROOKERY_BASE_URL"}  # names of an administrator's choice, and of a client's
+    named = set(re.findall(r"\bROOKERY_[A-Z_]*[A-Z]\b", text)) - examples
+    assert variable_notes(dict.fromkeys(named, "1")) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,22 +1,26 @@
-"""Every folder is checked at the start, its setting named, in one line with exit code 2."""
+"""Every folder is checked at the start, its setting named, in one line with exit code 2, or 1 if it may come back."""
 
 from __future__ import annotations
 
+import ast
 import errno
 import fcntl
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from rookery.cli import app, main
-from rookery.errors import StorageFull, UserError
-from rookery.folders import expanded, usable_cache, usable_folder
+from rookery.errors import StorageFull, Unavailable, UserError
+from rookery.folders import expanded, temporary_file, temporary_folder, usable_cache, usable_folder
 from rookery.settings import Settings
+from rookery.storage.artifacts import Place
 from rookery.storage.data_dir import DataFolder, read_secret
+from rookery.storage.opening import artifacts_at
 
 
 @pytest.fixture
@@ -55,6 +59,13 @@ def test_without_a_home_only_commands_that_need_one_fail(capsys: pytest.CaptureF
     assert not (tmp_path / "~").exists()
 
 
+@pytest.mark.usefixtures("homeless")
+@pytest.mark.parametrize("url", ["~/artifacts", "file://~/artifacts"])
+def test_artifacts_in_a_home_that_is_not_known_are_one_line(url: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no path here"):
+        artifacts_at(Place(url), tmp_path)
+
+
 def test_a_folder_is_made_and_probed(tmp_path: Path) -> None:
     made = usable_cache(tmp_path / "a" / "b")
     assert made.is_dir() and list(made.iterdir()) == []
@@ -78,6 +89,10 @@ def test_a_folder_that_cannot_be_used_is_refused_with_its_setting(tmp_path: Path
         (errno.EROFS, UserError, "Read-only file system"),
         (errno.ENOSPC, StorageFull, "the disk of .* is full; .* set ROOKERY_DATA to another folder"),
         (errno.EDQUOT, StorageFull, "the disk of .* is full"),
+        (errno.EIO, Unavailable, "folder .* cannot be written"),
+        (errno.ESTALE, Unavailable, "folder .* cannot be written"),
+        (errno.ENOTCONN, Unavailable, "folder .* cannot be written"),
+        (errno.EMFILE, Unavailable, "folder .* cannot be written"),
     ],
 )
 def test_a_full_disk_is_not_the_database(
@@ -90,7 +105,24 @@ def test_a_full_disk_is_not_the_database(
     with pytest.raises(error, match=match):
         DataFolder(tmp_path / "data")
     monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(error):
+        patch.setattr(os, "open", refused)
+        DataFolder(tmp_path / "data")
     DataFolder(tmp_path / "data").close()
+
+
+def test_a_secret_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with DataFolder(tmp_path / "data") as folder:
+        before = sorted(path.name for path in folder.root.iterdir())
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(StorageFull):
+            folder.admin_key()
+        assert sorted(path.name for path in folder.root.iterdir()) == before
+        monkeypatch.undo()
+        assert folder.admin_key() == folder.admin_key()
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
@@ -120,3 +152,70 @@ def test_a_key_that_cannot_be_read_is_one_line(name: str, tmp_path: Path) -> Non
 def test_settings_keep_given_folders(tmp_path: Path) -> None:
     settings = Settings.load({"ROOKERY_DATA": str(tmp_path), "ROOKERY_CACHE": "relative"})
     assert settings.data == tmp_path and settings.cache == Path("relative").absolute()
+
+
+@pytest.mark.parametrize("make", [temporary_file, temporary_folder])
+@pytest.mark.parametrize(
+    ("number", "error", "match"),
+    [
+        (errno.EROFS, UserError, r"TMPDIR: no temporary file can be made, as in /none; set TMPDIR"),
+        (errno.ENOSPC, StorageFull, r"is full; .* set TMPDIR to another folder"),
+        (errno.EMFILE, OSError, os.strerror(errno.EMFILE)),
+        (None, UserError, r"TMPDIR: no temporary file can be made, as in /none; set TMPDIR"),
+    ],
+)
+def test_no_place_for_temporary_files_is_refused_with_its_setting(
+    make: Callable[[], object], number: int | None, error: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a number, as the library fails that has found no folder at all: its error names no file."""
+
+    def refused(*arguments: object, **named: object) -> object:
+        raise (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/none', '/tmp']")
+            if (number is None)
+            else OSError(number, os.strerror(number))
+        )
+
+    monkeypatch.setenv("TMPDIR", "/none")
+    for name in ("TemporaryFile", "TemporaryDirectory"):
+        monkeypatch.setattr(tempfile, name, refused)
+    with pytest.raises(error, match=match) as raised:
+        make()
+    assert "\n" not in str(raised.value)
+    with pytest.raises(error) as elsewhere:
+        temporary_folder(at="/elsewhere")
+    assert "TMPDIR" not in str(elsewhere.value)
+
+
+def test_a_command_without_a_temporary_folder_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A read-only root without a volume at /tmp."""
+    job = tmp_path / "job.yaml"
+    job.write_text("{name: a, base_model: b, environment: {id: calculator}, stop: {steps: 1}}")
+    monkeypatch.chdir("/proc")  # the last folder that the library tries
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
+    monkeypatch.delenv("ROOKERY_URL", raising=False)
+    monkeypatch.setenv("ROOKERY_PORT", "9")
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(job), "--dry-run", "--data", str(tmp_path / "data")])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1 and "set TMPDIR to a folder" in said, said
+
+
+SOURCE = Path(__file__).parents[1] / "src" / "rookery"
+FOREIGN = {"games_process.py", "verifiers_process.py"}
+"""Programs for other interpreters, which import nothing of this package; their parent has looked before."""
+
+
+def test_temporary_files_are_made_in_a_named_folder_or_by_one_function() -> None:
+    made = {"mkdtemp", "mkstemp", "TemporaryFile", "TemporaryDirectory", "NamedTemporaryFile", "SpooledTemporaryFile"}
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            if call.func.attr in made and not any(keyword.arg == "dir" for keyword in call.keywords):
+                found.add(path.name)
+    assert found == {"folders.py"} | FOREIGN

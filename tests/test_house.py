@@ -13,11 +13,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import FunctionType
+from typing import Any, get_type_hints
 
 import pytest
 
-from rookery.controller.context import ControllerContext, Rooms
-from rookery.controller.services import Services
+from rookery.controller.context import ControllerContext
+from rookery.controller.services import Records, Services
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "rookery"
@@ -44,9 +46,9 @@ ARROWS: dict[str, set[str]] = {
     "scheduling": {"errors", "spec"},
     "telemetry": {"errors", "settings"},
     "tokenization": {"errors", "paths"},
-    "storage": {"errors", "folders", "turns", "protocol", "spec"},
+    "storage": {"errors", "folders", "turns", "network", "paths", "protocol", "spec"},
     "environments": {
-        "errors", "aio", "children", "bounds", "network", "settings", "protocol", "spec", "telemetry.log",
+        "errors", "aio", "children", "bounds", "folders", "network", "settings", "protocol", "spec", "telemetry.log",
     },
     "controller": {
         "errors", "aio", "clock", "bounds", "turns", "network", "settings", "protocol", "spec", "algorithms",
@@ -58,12 +60,12 @@ ARROWS: dict[str, set[str]] = {
     },
     "start": {"cli"},
     "client": {
-        "errors", "aio", "lines", "network", "paths", "settings", "spec", "environments", "storage.data_dir",
+        "errors", "aio", "folders", "lines", "network", "paths", "settings", "spec", "environments", "storage.data_dir",
         "telemetry.numbers",
     },
     "cluster": {"errors", "aio", "children", "machine", "network", "settings", "tokenization"},
     "simulation": {
-        "errors", "aio", "clock", "settings", "protocol", "spec", "scheduling", "tokenization", "storage",
+        "errors", "aio", "clock", "folders", "settings", "protocol", "spec", "scheduling", "tokenization", "storage",
         "controller", "environments", "algorithms",
     },
 }  # fmt: skip
@@ -80,19 +82,15 @@ CONTROLLER_FLOORS = [
     {"jobs", "sessions", "completions"},
     {"deletions", "episodes", "stored_spans"},
     {"activity"},
-    {"queries"},
+    {"queries", "options"},
     {"controller"},
 ]
 """Packages and modules of ``controller/`` from the ground up: each imports only those below it, and its own floor not
 at all. Every import counts, also within functions and those for types alone."""
 
-IMPLEMENTATIONS: dict[str, dict[str, set[str]]] = {
-    "engine": {"native": set(), "hf": {"native"}, "vllm": set()},
-    "trainer": {"native": set(), "hf": set(), "fsdp": set()},
-}
-"""Implementations of the engine and of the trainer, each with the ones it may import. The transformers engine is the
-native one with another runner. What several of them use stands above them, in ``worker/engine`` or ``worker/trainer``.
-"""
+IMPLEMENTATIONS = {"engine": {"native", "hf", "vllm"}, "trainer": {"native", "hf", "fsdp"}}
+"""Implementations of the engine and of the trainer, none of which imports another one. What several of them use stands
+above them, in ``worker/engine`` or ``worker/trainer``."""
 
 PRIVATE_NAMES_ALLOWED = 20
 
@@ -207,25 +205,162 @@ def test_controller_imports_downwards() -> None:
 
 
 MOST_FIELDS = 10
-"""Of a context that is passed around: beyond it, nobody can say what its user uses."""
+"""Of a context that is passed around, those of the contexts in it included: beyond it, nobody can say what its user
+uses."""
+
+WHOLE_CONTEXT = {"JobRunner", "JobContext", "Sessions", "TrainingRun", "JobQueries", "ControllerContext"}
+"""The top rooms of the controller, which get all of it. Others get the parts that they use."""
 
 
-def test_contexts_of_the_controller_are_small() -> None:
-    fields = {kind: [field.name for field in dataclasses.fields(kind)] for kind in (Services, Rooms, ControllerContext)}
-    assert {kind.__name__: names for kind, names in fields.items() if len(names) > MOST_FIELDS} == {}
+def leaves(kind: type[Any]) -> list[str]:
+    """The fields of a context; instead of a field that is a context itself, the fields of that one. A context is a data
+    class without methods."""
+    found: list[str] = []
+    for name, hint in get_type_hints(kind).items():
+        nested = dataclasses.is_dataclass(hint) and not any(
+            isinstance(value, FunctionType) and not MADE.fullmatch(key) for key, value in vars(hint).items()
+        )
+        found += [f"{name}.{leaf}" for leaf in leaves(hint)] if nested else [name]  # type: ignore[arg-type]
+    return found
+
+
+MADE = re.compile(r"__(?!call__)\w+__")
+"""Names of the methods that ``dataclass`` makes."""
+
+
+@dataclasses.dataclass
+class _Few:
+    one: int
+    two: str
+
+
+@dataclasses.dataclass
+class _Nested:
+    few: _Few
+    three: Path
+
+
+def test_leaves_are_those_of_nested_contexts() -> None:
+    assert leaves(_Nested) == ["few.one", "few.two", "three"]
+
+
+def test_contexts_of_lower_rooms_are_small() -> None:
+    assert len(leaves(ControllerContext)) > MOST_FIELDS, "it is one of the whole contexts"
+    for kind in (Services, Records):
+        assert len(leaves(kind)) <= MOST_FIELDS, leaves(kind)
+
+
+def annotated(tree: ast.AST, names: set[str]) -> Iterator[str]:
+    """The classes, or else the functions, of a file that have a parameter or a field of a type of these names."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            hints = (one.annotation for one in ast.walk(node) if isinstance(one, ast.arg | ast.AnnAssign))
+            found = {part.id for hint in hints if hint for part in ast.walk(hint) if isinstance(part, ast.Name)}
+            if found & names:
+                yield node.name
+
+
+def test_only_top_rooms_get_the_whole_context() -> None:
+    users = set()
+    for text in sources(SOURCE / "controller").values():
+        users |= {*annotated(parsed(text), {"ControllerContext", "Rooms"})}
+    assert users == WHOLE_CONTEXT
+
+
+LATE_BOUND = {
+    ("environments/episodes.py", "environment.ask"): "environments of users have no constructor of ours",
+    ("server/app.py", "app.openapi"): "FastAPI's way to replace it",
+    ("server/launcher.py", "schemas.spent"): "the threads exist before the controller whose quotas they charge",
+    ("server/launcher.py", "readers.spent"): "as above",
+    ("server/launcher.py", "threads.spent"): "as above",
+    ("server/launcher.py", "encoders.spent"): "as above",
+    ("server/launcher.py", "openers.spent"): "as above",
+    ("server/schema_checks.py", "self._threads.spent"): "as above",
+    ("worker/model/transformers_model.py", "self.decoder.forward"): "a module of transformers",
+    ("worker/trainer/fsdp/module.py", "layer.forward"): "a module of torch",
+}
+"""Callables that are assigned to an attribute of another object, outside its class, each with its reason. Elsewhere
+they are arguments of constructors."""
+
+
+def late_bound(tree: ast.AST, methods: set[str], function: ast.AST | None = None) -> Iterator[str]:
+    """The attributes of other objects that get a lambda, a ``partial``, a method or a function of the file."""
+    for node in ast.iter_child_nodes(tree):
+        inner = node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
+        yield from late_bound(node, methods, inner)
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or not is_callable(node.value, methods, function):
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) not in ("self", "cls"):
+                yield ast.unparse(target)
+
+
+def is_callable(value: ast.AST | None, methods: set[str], function: ast.AST | None) -> bool:
+    match value:
+        case ast.Lambda():
+            return True
+        case ast.Call(func=ast.Name(id="partial") | ast.Attribute(attr="partial")):
+            return True
+        case ast.Attribute(attr=name):
+            return name in methods
+        case ast.Name(id=name) if function is not None:
+            return any(
+                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+                for node in ast.walk(function)
+            )
+    return False
+
+
+def test_no_hook_is_bound_late() -> None:
+    """A name that is a method somewhere and a field elsewhere is taken for a field."""
+    methods, fields = set[str](), set[str]()
+    for text in sources(SOURCE).values():
+        for node in ast.walk(parsed(text)):
+            if isinstance(node, ast.ClassDef):
+                for one in node.body:
+                    if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
+                        plain = all(isinstance(mark, ast.Call) for mark in one.decorator_list)
+                        (methods if plain else fields).add(one.name)
+                    elif isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+                        fields.add(one.target.id)
+    found = {
+        (str(path.relative_to(SOURCE)), name)
+        for path, text in sources(SOURCE).items()
+        for name in late_bound(parsed(text), methods - fields)
+    }
+    assert found == LATE_BOUND.keys()
+
+
+def test_hooks_that_are_bound_late_are_found() -> None:
+    source = """
+class Engine:
+    def __init__(self, weights, gate):
+        self.gate = gate.close
+        self.admission.serves = weights.serves
+        gate.on_full = lambda: None
+        gate.rows = weights.rows
+
+def wire(gate, call):
+    def note(): ...
+    gate.note, gate.seen = note, None
+    gate.noted = note
+    gate.call = call
+"""
+    found = list(late_bound(ast.parse(source), {"serves", "close"}))
+    assert found == ["self.admission.serves", "gate.on_full", "gate.noted"]
 
 
 @pytest.mark.parametrize("room", IMPLEMENTATIONS)
 def test_shared_modules_import_no_implementation(room: str) -> None:
     folder = SOURCE / "worker" / room
-    allowed = IMPLEMENTATIONS[room]
-    assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(allowed)
+    known = IMPLEMENTATIONS[room]
+    assert {path.parent.name for path in folder.glob("*/__init__.py")} == known
     wrong = set()
     for path in sources(folder):
         here = path.relative_to(folder).parts[0] if path.parent != folder else ""
         for parts in imported(path):
             other = parts[2] if parts[:2] == ["worker", room] and len(parts) > 2 else here
-            if other in allowed and other != here and other not in allowed.get(here, set()):
+            if other in known and other != here:
                 wrong.add(f"{path.relative_to(SOURCE)} imports {'.'.join(parts)}")
     assert wrong == set()
 
@@ -369,15 +504,15 @@ def test_every_text_file_names_its_encoding() -> None:
 
 @pytest.mark.parametrize("folder", ["src/rookery", "tests", "benchmarks"])
 def test_docstrings_name_their_subject(folder: str) -> None:
-    """A docstring that only names another place says nothing where it stands, and one that begins with *what* names
-    nothing."""
+    """A docstring that only names another place says nothing where it stands, one that begins with *what* names
+    nothing, and one that begins with an ellipsis ends the sentence of another field."""
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path, text in sources(ROOT / folder).items()
         for node in ast.walk(parsed(text))
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
-        and str(node.value.value).startswith(("See ", "What ", "Who ", "Whoever ", "Whom ", "Those "))
+        and str(node.value.value).startswith(("See ", "What ", "Who ", "Whoever ", "Whom ", "Those ", "…"))
     ]
     assert found == []
 

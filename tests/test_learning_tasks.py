@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from benchmarks.jobs import learning_tasks
+from benchmarks.lib.harness import ResultFolders
 
 import rookery
 from rookery.client import Record
@@ -106,7 +107,7 @@ def test_a_verdict_compares_with_the_first_version_and_with_the_best_constant() 
 @pytest.mark.parametrize("good", [True, False])
 @pytest.mark.parametrize("name", TASKS)
 def test_reports_have_figures_and_charts_and_say_whether_policies_learned(
-    name: str, good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, good: bool, tmp_path: Path
 ) -> None:
     """The results of the examples, and the part of them that the benchmarks keep."""
     environment, _ = TASKS[name]
@@ -133,11 +134,10 @@ def test_reports_have_figures_and_charts_and_say_whether_policies_learned(
     found = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert found["task"] == name and found["command"].startswith("python examples/")
     assert found["commit"] and found["date"]
-    monkeypatch.setattr(learning_tasks, "FOLDER", tmp_path / "plots")
-    monkeypatch.setattr(learning_tasks, "result_path", lambda kept: tmp_path / f"kept-{kept}.json")
-    (tmp_path / "plots").mkdir()
-    learning_tasks.keep(tmp_path)
-    (kept,) = (json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("kept-*.json"))
+    for made_folder in ("kept", "plots"):
+        (tmp_path / made_folder).mkdir()
+    learning_tasks.keep(tmp_path, ResultFolders(tmp_path / "kept"), tmp_path / "plots")
+    (kept,) = (json.loads(path.read_text(encoding="utf-8")) for path in (tmp_path / "kept").iterdir())
     assert kept["commit"] == found["commit"] and kept["rows"]
     assert all(verdict["met"] for verdict in kept["verdicts"][:1]) == good
     assert [*(tmp_path / "plots").glob("*curves.svg")]

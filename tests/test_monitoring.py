@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from tests.support.faces import ScriptedWorker, job, served
+from tests.support.faces import ThreadedWorker, job, served
 from tests.support.waiting import until
 
 from rookery.client import Client
@@ -23,7 +23,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The text of a scrape, with a worker and a job that has ended."""
     with (
         served(tmp_path_factory.mktemp("scrape")) as service,
-        ScriptedWorker.of(service),
+        ThreadedWorker.of(service),
         Client(service.url, service.key) as client,
     ):
         client.submit(job(stop={"steps": 1})).wait()

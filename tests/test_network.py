@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from websockets.proxy import parse_proxy
 
 from rookery.client import Client
 from rookery.errors import Unavailable, UserError
-from rookery.network import client_tls, is_loopback, is_public, proxy_of, reachable, service_url
+from rookery.network import client_tls, is_loopback, is_public, proxy_of, reachable, service_url, source_of
 from rookery.settings import Settings
 
 PROXY = "http://proxy:3128"
@@ -101,8 +104,27 @@ def test_the_scheme_chooses_the_variable() -> None:
     assert proxy_of("http://h", {}) is None
 
 
+@pytest.mark.parametrize(
+    ("credentials", "user", "password"),
+    [
+        ("user:secret", "user", "secret"), ("token", "token", ""), ("user:", "user", ""), ("user:p@ss", "user", "p@ss"),
+        ("user:p%40ss%3a", "user", "p@ss:"), ("user:a:b", "user", "a:b"), ("user:p ä%zz", "user", "p ä%zz"),
+        ("DOM%5Cuser:x", "DOM\\user", "x"),
+    ],
+)  # fmt: skip
+def test_the_credentials_of_a_proxy_reach_it_through_every_library(credentials: str, user: str, password: str) -> None:
+    """Clients and transfers use one library, workers and hosts another."""
+    for proxy in (f"http://{credentials}@proxy:3128", f"{credentials}@proxy:3128"):
+        found = proxy_of("http://h", {"http_proxy": proxy})
+        assert found is not None
+        assert httpx.Proxy(found).raw_auth == (user.encode(), password.encode())
+        assert httpx.Proxy(found).url == "http://proxy:3128"
+        dialled = parse_proxy(found)
+        assert (dialled.user_info, dialled.host, dialled.port) == ((user, password), "proxy", 3128)
+
+
 @pytest.mark.parametrize("wrong", ["socks5://proxy:1080", "socks5h://user:secret@p", "ftp://p", "http://", "http://p:x",
-                                   "http://p/path", "://", "http://p:99999"])  # fmt: skip
+                                   "http://p/path", "://", "http://p:99999", "http://a%3Ab:secret@p"])  # fmt: skip
 def test_a_proxy_that_cannot_be_used_is_one_line(wrong: str) -> None:
     for variable in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         with pytest.raises(UserError, match=rf"{variable}: given .*or add h to no_proxy") as caught:
@@ -182,11 +204,10 @@ def test_certificates_of_the_settings_win_over_those_of_the_system(tmp_path: Pat
             client_tls("wss://h", ca_file, variables)
 
 
-def test_certificates_that_are_missing_do_not_matter_without_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_that_are_missing_do_not_matter_without_tls() -> None:
     """A shell may set SSL_CERT_FILE for other programs."""
-    monkeypatch.setenv("SSL_CERT_FILE", "/nonexistent.pem")
-    monkeypatch.setenv("SSL_CERT_DIR", "/nonexistent")
-    with Client("http://127.0.0.1:1", "tml-x") as client, pytest.raises(Unavailable):
+    missing = {"SSL_CERT_FILE": "/nonexistent.pem", "SSL_CERT_DIR": "/nonexistent"}
+    with patch.dict(os.environ, missing), Client("http://127.0.0.1:1", "tml-x") as client, pytest.raises(Unavailable):
         client.models()
 
 
@@ -195,6 +216,20 @@ def test_this_machine_has_several_names() -> None:
         assert is_loopback(here)
     for there in ("http://10.0.0.1", "http://localhost.example", "http://0.0.0.0", "nonsense"):
         assert not is_loopback(there)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:7077"), ("::", "http://[::1]:7077"), ("127.0.0.2", "http://127.0.0.2:7077"),
+        ("::1", "http://[::1]:7077"), ("10.0.0.1", "http://10.0.0.1:7077"), ("localhost", "http://localhost:7077"),
+    ],
+)  # fmt: skip
+def test_a_service_on_all_addresses_is_dialled_at_this_machines(host: str, url: str) -> None:
+    """Any other would be sought behind a proxy, and be in no certificate."""
+    settings = Settings.load({"ROOKERY_HOST": host})
+    assert settings.base_url == url
+    assert proxy_of(settings.base_url, {"http_proxy": PROXY}) == (None if is_loopback(url) else PROXY)
 
 
 @pytest.mark.parametrize(
@@ -278,3 +313,22 @@ def test_a_secret_goes_in_clear_only_to_hosts_that_are_allowed(
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(UserError, match=r"environment\.url: "):
         reachable(address, "environment.url", "*")
+
+
+@pytest.mark.parametrize(
+    ("address", "source"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("::ffff:127.0.0.1", "127.0.0.1"),
+        ("::1", "::1"),
+        ("2001:db8:0:1::7", "2001:db8:0:1::/64"),
+        ("2001:db8:0:1:ffff:ffff:ffff:ffff", "2001:db8:0:1::/64"),
+        ("2001:db8:0:2::7", "2001:db8:0:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("testclient", "testclient"),
+        ("", ""),
+    ],
+)
+def test_addresses_that_one_machine_may_have_count_as_one(address: str, source: str) -> None:
+    assert source_of(address) == source

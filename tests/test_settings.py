@@ -11,6 +11,7 @@ import pytest
 from rookery.errors import UserError
 from rookery.settings import (
     CLIENT_SETTINGS,
+    FILES,
     HOST_SETTINGS,
     SECTION_OF,
     STORAGE_SETTINGS,
@@ -31,19 +32,61 @@ KUBERNETES = {
 }
 """As the kubelet sets them in every container beside a Service named rookery whose port is named http."""
 
+LINKED = {
+    "ROOKERY_PORT": "tcp://172.17.0.5:7077",
+    "ROOKERY_PORT_7077_TCP_PORT": "7077",
+    "ROOKERY_PORT_7077_TCP_START": "tcp://172.17.0.5:7077",
+    "ROOKERY_PORT_7077_TCP_PORT_END": "7079",
+    "ROOKERY_NAME": "/web/rookery",
+    "ROOKERY_ENV_PYTHON_VERSION": "3.11.9",
+}
+"""As ``docker run --link`` sets them for a container of that name with a range of ports."""
 
-def test_variables_of_a_service_named_rookery_are_no_settings() -> None:
-    assert Settings.load(KUBERNETES).server.port == 7077
-    (note,) = variable_notes(KUBERNETES)
-    assert all(name in note for name in KUBERNETES) and "enableServiceLinks: false" in note
-    assert Settings.load({**KUBERNETES, "ROOKERY_PORT": "8000"}).server.port == 8000
+
+PLATFORMS = pytest.mark.parametrize("platform", [KUBERNETES, LINKED], ids=["kubernetes", "docker"])
 
 
+@PLATFORMS
+def test_variables_of_a_service_named_rookery_are_no_settings(platform: dict[str, str]) -> None:
+    assert Settings.load(platform).server.port == 7077
+    (note,) = variable_notes(platform)
+    assert all(name in note for name in platform) and "enableServiceLinks: false" in note
+    assert Settings.load({**platform, "ROOKERY_PORT": "8000"}).server.port == 8000
+
+
+@PLATFORMS
 @pytest.mark.parametrize("service", ["ROOKERY_WORKER", "ROOKERY_RAY_HEAD_SVC", "ROOKERY_DB"])
-def test_variables_of_services_whose_name_begins_so_are_no_settings(service: str) -> None:
-    theirs = {name.replace("ROOKERY", service, 1): value for name, value in KUBERNETES.items()}
+def test_variables_of_services_whose_name_begins_so_are_no_settings(service: str, platform: dict[str, str]) -> None:
+    theirs = {name.replace("ROOKERY", service, 1): value for name, value in platform.items()}
     (note,) = variable_notes(theirs)
     assert "did you mean" not in note and all(name in note for name in theirs)
+
+
+ADDRESSES = ("url", "public_url", "artifacts_endpoint")
+
+
+@pytest.mark.parametrize("value", ["tcp://10.0.0.7:9000", "minio:9000", "udp://h:1", "s3://h"])
+@pytest.mark.parametrize("name", [*ADDRESSES, "database", "port", "workers", "stop_seconds"])
+def test_only_names_of_a_platform_are_left_out_for_their_values(name: str, value: str) -> None:
+    """An address in Docker's form in a setting that somebody wrote is a mistake: left out, an object store's would be
+    Amazon's, and a database's a file."""
+    variable = f"ROOKERY_{name.upper()}"
+    if name == "port" and value.startswith(("tcp:", "udp:")):
+        assert Settings.load({variable: value}) == Settings.load({})
+    elif name == "database":
+        assert Settings.load({variable: value}).server.database == value  # a service refuses it
+    else:
+        with pytest.raises(UserError, match=rf"setting {variable}: given '{value}'"):
+            Settings.load({variable: value})
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_home_is_found_in_the_name_of_every_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell replaces the ``~`` of a file of variables."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    variable = f"ROOKERY_{name.upper()}"
+    assert Settings.load({variable: "~/a.pem"}).flat()[name] == "/home/ada/a.pem"
+    assert Settings.load({variable: "certs/a~.pem"}).flat()[name] == "certs/a~.pem"
 
 
 def test_unknown_variables_are_named_with_the_closest_setting() -> None:
@@ -51,6 +94,8 @@ def test_unknown_variables_are_named_with_the_closest_setting() -> None:
     assert variable_notes({"ROOKERY_ZZZZZZ": "", "PATH": "x", "ROOKERY_TOKEN": "x", "ROOKERY_DATA": "x"}) == [
         "ROOKERY_ZZZZZZ is no setting"
     ]
+    for name, value in (("ROOKERY_NAME", "mine"), ("ROOKERY_ENV_X", "1"), ("ROOKERY_HOST_NAME", "here")):
+        assert f"{name} is no setting" in variable_notes({name: value})[0]  # no link's
 
 
 WRONG = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.support.ports import free_port
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(1200)]
@@ -21,15 +21,12 @@ SKILL = Path(__file__).parents[1] / "skills" / "rookery" / "SKILL.md"
 def test_commands_of_the_skill_run_as_written(tmp_path: Path) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", SKILL.read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) >= 6
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = tmp_path / "bin" / "rookery"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m rookery.cli "$@"\n')
     command.chmod(0o755)
     given = {name: value for name, value in os.environ.items() if not name.startswith("ROOKERY_")}
-    environment = given | {"PATH": f"{command.parent}:{given['PATH']}", "ROOKERY_PORT": str(port)}
+    environment = given | {"PATH": f"{command.parent}:{given['PATH']}", "ROOKERY_PORT": str(free_port())}
     script = "set -euo pipefail\ntrap 'kill %1; wait' EXIT\n" + "\n".join(blocks)
     ran = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     log = tmp_path / "serve.log"

@@ -7,7 +7,9 @@ service of its own and one worker process, after an uncounted job:
 * *solo*: jobs alone on the service, staleness 0 and 2;
 * *crowd*: N tenants with keys and environments of their own submit at the same moment, staleness 2;
 * *ablation*: eight tenants at a latency of 2 s without one part: each forward pass has one job's rows, all tenants
-  pass a barrier between rollouts and training, staleness 0.
+  pass a barrier between rollouts and training, staleness 0;
+* *lanes* (only with ``--lanes``): crowds at latency 0 on a worker that takes turns and on one that trains beside
+  decoding as planned.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import itertools
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -26,6 +29,8 @@ from typing import Any
 from benchmarks.jobs.agentic_figures import (
     ABLATED_TENANTS,
     ABLATIONS,
+    LANES,
+    LANES_MOST,
     LATENCIES,
     PROMPTS,
     SOLO_JOBS,
@@ -36,7 +41,7 @@ from benchmarks.jobs.agentic_figures import (
     figures,
 )
 from benchmarks.lib.cells import Cell, Cells
-from benchmarks.lib.harness import MODEL
+from benchmarks.lib.harness import MODEL, ResultFolders
 from benchmarks.lib.service import BEAT_SECONDS, Bench, busy, completed, job, service
 from benchmarks.lib.workload import COMPLETIONS, REPLY_TOKENS, reward, stories
 
@@ -103,27 +108,6 @@ class Barrier:
 
         threading.Thread(target=arrive, daemon=True).start()  # a thread each: all of them wait at once
         await done
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--latency", nargs="*", type=float, choices=LATENCIES, default=LATENCIES)
-    parser.add_argument("--tenants", nargs="*", type=int, choices=TENANTS, default=TENANTS)
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0], help="each is a run of all cells (default: 0)")
-    parser.add_argument("--discard", action="store_true", help="drop the cells that are there")
-    given = parser.parse_args()
-    plan = {"model": MODEL, "job": [PROMPTS, COMPLETIONS, TURNS, REPLY_TOKENS, STEPS]}
-    cells = Cells(figures, plan, discard=given.discard)
-    for seed in given.seeds:
-        for latency in given.latency:
-            for staleness in STALENESS:
-                cells.measure(f"solo/{latency:g}/{staleness}/{seed}", partial(solo, latency, staleness, seed))
-            for count in given.tenants:
-                cells.measure(f"crowd/{latency:g}/{count}/{seed}", partial(crowd, latency, count, seed))
-        if TOOL_SECONDS in given.latency and ABLATED_TENANTS in given.tenants:
-            for arm in ABLATIONS:
-                cells.measure(f"ablation/{arm}/{seed}", partial(ablation, arm, seed))
-    cells.tell()
 
 
 def solo(latency: float, staleness: int, seed: int) -> Cell:
@@ -223,6 +207,40 @@ def record(one: rookery.Job) -> Cell:
     found |= {stage: statistics.fmean(row[f"seconds/{stage}"] for row in rows) for stage in STAGES}
     found |= {name: statistics.fmean(row[name] for row in rows) for name in ("length_mean", "staleness_mean")}
     return found
+
+
+MEASURES: Mapping[str, Callable[..., Cell]] = {"solo": solo, "crowd": crowd, "ablation": ablation}
+"""Measures a cell of each kind."""
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    measures: Mapping[str, Callable[..., Cell]] = MEASURES,
+    folders: ResultFolders | None = None,
+) -> None:
+    """Measure the cells that are missing in ``folders``, or in the repository's results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--latency", nargs="*", type=float, choices=LATENCIES, default=LATENCIES)
+    parser.add_argument("--tenants", nargs="*", type=int, choices=TENANTS, default=TENANTS)
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0], help="each is a run of all cells (default: 0)")
+    parser.add_argument("--lanes", action="store_true", help="also turns and lanes at latency 0")
+    parser.add_argument("--discard", action="store_true", help="drop the cells that are there")
+    given = parser.parse_args(arguments)
+    plan = {"model": MODEL, "job": [PROMPTS, COMPLETIONS, TURNS, REPLY_TOKENS, STEPS]}
+    cells = Cells(figures, plan, discard=given.discard, folders=folders)
+    for seed in given.seeds:
+        for latency in given.latency:
+            for staleness in STALENESS:
+                run = partial(measures["solo"], latency, staleness, seed)
+                cells.measure(f"solo/{latency:g}/{staleness}/{seed}", run)
+            for count in given.tenants:
+                cells.measure(f"crowd/{latency:g}/{count}/{seed}", partial(measures["crowd"], latency, count, seed))
+        for count, lanes in itertools.product(LANES_MOST, LANES) if given.lanes else ():
+            cells.measure(f"lanes/{lanes}/{count}/{seed}", partial(measures["crowd"], 0.0, count, seed, lanes=lanes))
+        if TOOL_SECONDS in given.latency and ABLATED_TENANTS in given.tenants:
+            for arm in ABLATIONS:
+                cells.measure(f"ablation/{arm}/{seed}", partial(measures["ablation"], arm, seed))
+    cells.tell()
 
 
 if __name__ == "__main__":

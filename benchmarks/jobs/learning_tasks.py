@@ -11,10 +11,11 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.harness import Result, machine, result_path, versions, write_result
+from benchmarks.lib.harness import Result, ResultFolders, versions, write_result
 from benchmarks.lib.plots import FOLDER
 
 STANDARD_ERRORS = 2.0
@@ -41,17 +42,23 @@ def judge_policy(result: Result, run: dict[str, Any], policy: str, constant: flo
     result.judge(f"{policy} above the best constant reply", f"{last['mean']:.3f}, constant {constant:.3f}", above)
 
 
+def judge_seconds(result: Result, run: dict[str, Any]) -> None:
+    result.judge("the whole job within ten minutes", f"{run['seconds']:.0f} s", run["seconds"] <= 600)
+
+
 def solver_verifier(result: Result, found: dict[str, Any]) -> None:
     run = found["runs"]["solver-verifier"]
     curve_rows(result, run)
     for policy in ("solver", "verifier"):
         judge_policy(result, run, policy, found["facts"][f"best constant, {policy}"])
+    judge_seconds(result, run)
 
 
 def word_game(result: Result, found: dict[str, Any]) -> None:
     run = found["runs"]["word-game"]
     curve_rows(result, run)
     judge_policy(result, run, "player", found["facts"]["best constant"][1])
+    judge_seconds(result, run)
 
 
 def memory_controller(result: Result, found: dict[str, Any]) -> None:
@@ -88,7 +95,7 @@ def xrouter(result: Result, found: dict[str, Any]) -> None:
             best = max(notes[name] for name in ("best constant", "best threshold", "random"))
             shown = f"{last['expected']:.3f}, baselines {best:.3f}"
             result.judge(f"{name}: above constants, thresholds, random", shown, last["expected"] > best)
-    falling = costs == sorted(costs, reverse=True)
+    falling = all(later < sooner for sooner, later in pairwise(costs))
     result.judge("cost falls as its weight rises", ", ".join(f"{cost:.4f}" for cost in costs), falling)
 
 
@@ -100,17 +107,19 @@ TASKS: dict[str, Callable[[Result, dict[str, Any]], None]] = {
 }
 
 
-def keep(folder: Path) -> None:
+def keep(folder: Path, folders: ResultFolders | None = None, plots: Path = FOLDER) -> None:
+    """Write the result of a run to ``folders``, or the repository's, and its charts to ``plots``."""
     found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     name = found["task"].replace("-", "_")
     result = Result(name, f"The learning task {found['task']}", found["command"])
     TASKS[found["task"]](result, found)
     result.data = {"facts": found["facts"], "runs": found["runs"]}
-    result.machine, result.versions = machine(), versions("torch", "rookery")
+    folders = folders or ResultFolders()
+    result.machine, result.versions = folders.machine, versions("torch", "rookery")
     result.date, result.commit = found["date"], found["commit"]
-    write_result(result_path(name), asdict(result))
+    write_result(folders.path(name), asdict(result))
     for chart in sorted(folder.glob("*.svg")):
-        shutil.copy(chart, FOLDER / f"{name}_{chart.name}")
+        shutil.copy(chart, plots / f"{name}_{chart.name}")
 
 
 def main() -> None:

@@ -169,6 +169,12 @@ def windows(seen: list[list[float]]) -> float:
     return sum(sum(window) >= WITHIN * len(window) for window in kept.values()) / max(1, len(kept))
 
 
+def lacks(cells: Mapping[str, Cell], load: float, shape: str) -> str:
+    """The length of a cell, and the arms that were not measured with it."""
+    absent = [arm for arm in ARMS[1:] if f"{load:.0%} {arm}{shape}" not in cells]
+    return ("one window" if shape else "ten windows") + f", not measured: {', '.join(absent)}" * bool(absent)
+
+
 def figures(cells: Mapping[str, Cell]) -> Result:
     result = Result("serving", "Two jobs train while clients chat through the OpenAI API", "python -m " + NAME)
     if "capacity" in cells:
@@ -191,9 +197,13 @@ def figures(cells: Mapping[str, Cell]) -> Result:
             )
             if arm == "gate":
                 share_kept, serving_only = windows(seen), cells.get(f"{load:.0%} serving only{shape}")
-                why = f"serving only: {windows(serving_only['seen']):.0%}" if serving_only else ""
+                why = f"serving only: {windows(serving_only['seen']):.0%}; " if serving_only else ""
+                why += lacks(cells, load, shape)
                 told = f"{share_kept:.0%}; {kept:.1%} of all requests"
                 result.judge(f"{where}: >= {WITHIN:.0%} of one-minute windows within", told, share_kept >= WITHIN, why)
+        if not shape and f"{load:.0%} gate" not in cells:
+            target = f"{load:.0%} gate: >= {WITHIN:.0%} of one-minute windows within"
+            result.judge(target, "-", None, f"ten minutes with {', '.join(ARMS[1:])}")
         if "serving only" in p99:
             rises = [f"{arm} {p99[arm] / p99['serving only']:.2f} x" for arm in ARMS[:-1] if arm in p99]
             result.notes.append(f"{load:.0%}{shape}: P99 time to first token over serving only: {', '.join(rises)}.")

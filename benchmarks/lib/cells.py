@@ -3,7 +3,7 @@ what is missing.
 
 The cells lie in the result's own file, so rows, verdicts and tables are always those of the cells that are there. Cells
 of another machine or of another plan are never mixed with new ones. Another machine's stay where they are
-(``harness.result_path``); with those of another plan the start is refused, unless `--discard` drops them.
+(``harness.ResultFolders``); with those of another plan the start is refused, unless `--discard` drops them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.lib import harness
-from benchmarks.lib.harness import Result
+from benchmarks.lib.harness import Result, ResultFolders
 
 Cell = dict[str, Any]
 """The figures of one piece: JSON."""
@@ -24,13 +23,19 @@ class Cells:
     """``figures(cells)`` makes the result from whatever cells there are, also from none."""
 
     def __init__(
-        self, figures: Callable[[Mapping[str, Cell]], Result], plan: Mapping[str, Any], *, discard: bool = False
+        self,
+        figures: Callable[[Mapping[str, Cell]], Result],
+        plan: Mapping[str, Any],
+        *,
+        discard: bool = False,
+        folders: ResultFolders | None = None,
     ) -> None:
-        """``plan`` holds what all cells share, as JSON. ``discard`` drops the cells there. Raises ``SystemExit``
-        where they are kept and of another plan."""
+        """``plan`` holds what all cells share, as JSON. ``discard`` drops the cells there. The result is in
+        ``folders``, or the repository's. Raises ``SystemExit`` where cells are kept and of another plan."""
         self._figures = figures
         self._plan = dict(plan)
-        self._path = harness.result_path(figures({}).name)
+        self._folders = folders or ResultFolders()
+        self._path = self._folders.path(figures({}).name)
         self.cells: dict[str, Cell] = {}
         stored = self._stored()
         if stored is not None and not discard:
@@ -40,14 +45,14 @@ class Cells:
                 raise SystemExit(f"{told}; --discard drops them")
             self.cells = stored["data"]["cells"]
         else:
-            self.result().save()  # whoever goes on from here is held to this plan
+            self.result().save(self._folders)  # a run that continues from here is held to this plan
 
     def _stored(self) -> dict[str, Any] | None:
         """This machine's cells, if there are any."""
         if not self._path.exists():
             return None
         content: dict[str, Any] = json.loads(self._path.read_text())
-        return content if content["machine"] == harness.machine() else None
+        return content if content["machine"] == self._folders.machine else None
 
     def measure(self, key: str, run: Callable[[], Cell]) -> Cell:
         """The cell ``key``: as it is stored, or measured now and stored."""
@@ -61,7 +66,7 @@ class Cells:
     def put(self, key: str, cell: Cell) -> None:
         """Store a cell; ``took``, if it is there, is how many seconds it took."""
         self.cells[key] = cell
-        self.result().save()
+        self.result().save(self._folders)
         print(f"{key}: {cell['took']:.0f} s" if "took" in cell else key, flush=True)
 
     def result(self) -> Result:

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -56,8 +56,6 @@ class Row:
         return f"{self.what}: {self.median:.4g} {self.unit}  {self.note}".rstrip()
 
 
-LEFT_OUT = "left out by --quick"
-"""Why a target has no figure."""
 MET = {True: "met", False: "not met", None: "not measured"}
 """In words."""
 
@@ -104,22 +102,37 @@ class Result:
         self.verdicts.append(verdict)
         print(f"  {verdict}", flush=True)
 
-    def save(self) -> None:
-        """Write it whole, with the machine, the versions, the day and the commit."""
-        self.machine = machine()
+    def judge_rows(self, judged: Callable[[Mapping[str, Row]], list[Verdict]]) -> None:
+        """Add the verdicts of the rows, by a function that ``report.py`` has too: a bar that changes later needs no
+        new run."""
+        for verdict in judged({row.what: row for row in self.rows}):
+            self.verdicts.append(verdict)
+            print(f"  {verdict}", flush=True)
+
+    def save(self, folders: ResultFolders | None = None) -> None:
+        """Write it whole, with the machine, the versions, the day and the commit, to ``folders`` or the repository's.
+        What measured nothing, as where a machine cannot do it, leaves the earlier result."""
+        if not (self.rows or self.verdicts or self.data):
+            print("nothing was measured:", "; ".join(self.notes) or "no contender ran", flush=True)
+            return
+        folders = folders or ResultFolders()
+        self.machine = folders.machine
         self.date, self.commit = time.strftime("%Y-%m-%d"), commit()
         self.versions = {**versions("torch", "rookery"), **self.versions}
-        path = result_path(self.name)
+        path = folders.path(self.name)
         path.parent.mkdir(parents=True, exist_ok=True)
+        keep_whole(path, self.command)
         write_result(path, asdict(self))
         print(f"wrote {path}")
 
 
-def result_path(name: str) -> Path:
-    """Where this machine's result goes: to ``LOCAL`` if there is one of another machine, unless ``PUBLISH`` is set."""
-    path = RESULTS / f"{name}.json"
-    foreign = path.exists() and json.loads(path.read_text())["machine"] != machine()
-    return LOCAL / path.name if foreign and not os.environ.get(PUBLISH) else path
+def keep_whole(path: Path, command: str) -> None:
+    """Before a ``--quick`` run's result replaces a whole one's, copy that one to the folder ``other``, from which the
+    page takes the figures that the quick run lacks."""
+    if path.exists() and "--quick" in command and "--quick" not in json.loads(path.read_text())["command"]:
+        other = path.parent / "other" / path.name
+        other.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, other)
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
@@ -157,6 +170,29 @@ def machine() -> str:
     return f"{cores} cores of {name}, {memory:.0f} GiB, Python {platform.python_version()}{given}"
 
 
+def publishes() -> bool:
+    """Whether this machine's results replace those of another one in ``RESULTS``."""
+    return bool(os.environ.get(PUBLISH))
+
+
+@dataclass(frozen=True)
+class ResultFolders:
+    """Where the results of a machine are written."""
+
+    published: Path = RESULTS
+    local: Path = LOCAL
+    """Its results that are another machine's in ``published``."""
+    machine: str = field(default_factory=machine)
+    publishes: bool = field(default_factory=publishes)
+    """Whether its results replace another machine's."""
+
+    def path(self, name: str) -> Path:
+        """The file of a result."""
+        path = self.published / f"{name}.json"
+        foreign = path.exists() and json.loads(path.read_text())["machine"] != self.machine
+        return self.local / path.name if foreign and not self.publishes else path
+
+
 def commit() -> str:
     """The short hash of what is checked out, with ``+`` where tracked files differ from it; empty without git."""
     try:
@@ -183,10 +219,10 @@ def command() -> str:
     return " ".join(["python -m", ".".join(script.parts), *sys.argv[1:]])
 
 
-def options(description: str | None, quick: str = "") -> argparse.ArgumentParser:
+def options(description: str | None, quick: str = "", *, repeats: int = 3) -> argparse.ArgumentParser:
     """The options of a script: ``--repeats``, and ``--quick`` where ``quick`` says what that leaves."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each contender (default: 3)")
+    parser.add_argument("--repeats", type=int, default=repeats, help="runs of each contender (default: %(default)s)")
     if quick:
         parser.add_argument("--quick", action="store_true", help=quick)
     return parser

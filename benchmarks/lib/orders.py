@@ -99,6 +99,12 @@ def load_policies(trainer: Trainer, policies: int, rank: int = RANK) -> None:
             trainer.load(str(i), 1, ref(i, rank=rank), where)
 
 
+def await_device() -> None:
+    """Wait for the work of a GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def optimizer_steps(
     trainer: Trainer, batches: Sequence[protocol.TrainingBatch], loss: protocol.Loss, taken: int = 0, rank: int = RANK
 ) -> float:
@@ -113,8 +119,7 @@ def optimizer_steps(
         trainer.optim_step(protocol.OptimStep(op=f"o{i}", operations=1, adam=protocol.Adam(lr=1e-4, clip=1.0), **where))
     while trainer.queue.step():
         pass
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    await_device()
     seconds = time.perf_counter() - began
     problems = [finished.error for finished in trainer.queue.drain() if finished.error]
     if problems:

@@ -9,7 +9,9 @@ import argparse
 import asyncio
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rookery import protocol
 from rookery.protocol.connection import Channel, stay_connected
@@ -17,16 +19,16 @@ from rookery.worker.transfer import peers
 from rookery.worker.transfer.cache import CacheEvents
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import RunningHash, TransferFailed
-from rookery.worker.transfer.peers import PeerServer, listen
+from rookery.worker.transfer.peers import PeerServer, ServingRules, listen
 from rookery.worker.transfer.published import ArrivingShard, PublishedArtifacts, Reads
 
 MODEL = "model"
 HASH_OF = RunningHash.digest
 PATIENCE = 600.0
-EXPECT_SECONDS = peers.EXPECT_SECONDS
+RULES = ServingRules(responses=64)
+"""Of a worker as shipped, but for a star, which needs as many responses."""
 
-
-POLL_SECONDS, BLOCK_BYTES = peers.POLL_SECONDS, peers.BLOCK_BYTES
+POLL_SECONDS = peers.POLL_SECONDS
 
 ABLATIONS = ("as shipped", "hashed at the end", "a look each 50 ms", "blocks of 16 KiB")
 """Of the path of a block through a receiver; the number is that of the real-time signal."""
@@ -53,7 +55,7 @@ class Node:
         )  # fmt: skip
         listening, self.address = listen(given.connect, given.address, 7100)
         assert listening is not None
-        self.server = PeerServer(given.cache, listening, self.published, self.reads)
+        self.server = PeerServer(given.cache, listening, self.published, self.reads, RULES)
         self.waiting: dict[str, asyncio.Future[list[str]]] = {}
         self.channel: Channel[protocol.ToWorker] | None = None
 
@@ -95,7 +97,7 @@ class Node:
         }
         return protocol.Heartbeat(
             epoch=epoch, progress=0, active=0, waiting=0, training=0, generated=0, decode_seconds=0.0,
-            train_seconds=0.0, receiving=dict(self.transfers.receiving), gauges=gauges,
+            train_seconds=0.0, receiving=self.transfers.receiving, gauges=gauges,
         )  # fmt: skip
 
     async def report(self, channel: Channel[protocol.ToWorker]) -> None:
@@ -113,21 +115,25 @@ class Node:
             case protocol.Sources():
                 if (waiting := self.waiting.pop(message.hash, None)) is not None and not waiting.done():
                     waiting.set_result(message.sources)
+                else:
+                    self.transfers.replace_sources(message.hash, message.sources)
             case protocol.EvictArtifacts():
                 for digest in message.hashes:
                     self.transfers.evict(digest)
 
     def serve_whole(self, whole: bool) -> None:
         self.published.whole = whole
-        peers.EXPECT_SECONDS = PATIENCE if whole else EXPECT_SECONDS
+        self.change_rules(expect_seconds=PATIENCE if whole else RULES.expect_seconds)
 
     def ablate(self, number: int) -> None:
         RunningHash.digest = HASH_OF if number != 1 else lambda self, size: None  # type: ignore[method-assign]
         peers.POLL_SECONDS = POLL_SECONDS if number != 2 else 0.05
-        peers.BLOCK_BYTES = BLOCK_BYTES if number != 3 else 16 << 10
+        self.change_rules(block_bytes=RULES.block_bytes if number != 3 else 16 << 10)
+
+    def change_rules(self, **changes: Any) -> None:
+        self.server.rules = replace(self.server.rules, **changes)
 
     async def run(self) -> None:
-        peers.MAX_RESPONSES = 64  # a star needs as many
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGUSR1, self.serve_whole, True)
         loop.add_signal_handler(signal.SIGUSR2, self.serve_whole, False)

@@ -10,19 +10,19 @@ which it brings: with it, it is a sixth faster at 8 sequences. Rookery gains lit
 
 from __future__ import annotations
 
-import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+from benchmarks.lib import bars
 from benchmarks.lib.contender import Contender, ContenderFailed
-from benchmarks.lib.harness import HERE, LEFT_OUT, WORK, Result, Row, command, options, ratio
+from benchmarks.lib.harness import HERE, WORK, Result, command, options
 from benchmarks.lib.model import adapters, attempt, chat_ids, number_type, published, start_peer
 from benchmarks.lib.workload import questions
 
 from rookery.cluster.base import PRELOAD
 
 NEW_TOKENS = 64
-COUNTS = (8, 64)
+COUNTS = (1, 8, 64)
 QUICK_COUNTS = (64,)
 PEERS = {
     "vLLM, 4 adapters": ("eager", 4), "vLLM, no adapters": ("eager", 0), "vLLM, no adapters, compiled": ("compiled", 0),
@@ -30,12 +30,10 @@ PEERS = {
 """How each runs, and with how many adapters."""
 QUICK_PEERS = ("vLLM, 4 adapters", "vLLM, no adapters, compiled")
 """The better way of each."""
-MOST = {8: 1.7, 64: 2.0}
-"""A decode step with 4 adapters over its linear layers in Rookery's layout, by the number of sequences."""
 WITHIN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 OPENMP = WORK / "vllm" / "lib" / "libiomp5.so"
 """As vLLM's packages bring it."""
-WARM_UP_TOKENS = 4
+WARM_UP_PROMPTS, WARM_UP_TOKENS = 8, 4
 """Of what is not counted: the first turn, and the begin of every turn, which takes a few prompts."""
 
 
@@ -59,7 +57,6 @@ def main() -> None:
         except ContenderFailed as error:
             result.notes.append(f"{name} did not run: {error}")
             print(result.notes[-1], flush=True)
-    rows: dict[tuple[str, int], Row] = {}
     for count in counts:
         speeds: dict[str, list[float]] = {}
         steps: dict[int, list[float]] = {own: [] for own in own_ways}
@@ -67,7 +64,7 @@ def main() -> None:
         prompts = chat_ids(questions(count))
         for turn in range(given.repeats + 1):
             task = {"prompts": prompts, "tokens": NEW_TOKENS if turn else WARM_UP_TOKENS}
-            warm = {"prompts": prompts[: min(COUNTS)], "tokens": WARM_UP_TOKENS}
+            warm = {"prompts": prompts[:WARM_UP_PROMPTS], "tokens": WARM_UP_TOKENS}
             for own in own_ways:
                 ours.run(**warm, adapters=own)
                 answer = ours.run(**task, adapters=own)
@@ -84,33 +81,12 @@ def main() -> None:
                 if turn and measured is not None:
                     speeds.setdefault(name, []).append(measured["tokens"] / measured["seconds"])
         for name, values in speeds.items():
-            rows[name, count] = result.add(f"{count} sequences, {name}", values, "tokens/s")
-        step = result.add(f"{count} sequences, Rookery's decode step, 4 adapters", steps[4], "ms")
-        bare = result.add(f"{count} sequences, Rookery's decode step, no adapters", steps[0], "ms")
-        plain = result.add(f"{count} sequences, the linear layers of a step, by torch's linear", floors, "ms")
-        packed = result.add(f"{count} sequences, floor: the same in Rookery's layout of the weights", own_floors, "ms")
-        share, most = ratio(step, packed), MOST[count]
-        why = f"{ratio(step, plain):.2f} x what they take by torch's linear"
-        result.judge(f"decode step <= {most:g} x its floor, {count} sequences", f"{share:.2f} x", share <= most, why)
-        if count == 64:
-            cost = ratio(step, bare)
-            result.judge("decode step of 64 with 4 adapters <= 1.17 x one without", f"{cost:.2f} x", cost <= 1.17)
-    for count, peer_name, least in (
-        (64, "vLLM, 4 adapters", 6.0),
-        (64, "vLLM, no adapters", 1.05),
-        (8, "vLLM, no adapters", 1.2),
-    ):
-        target = f"{count} sequences over 4 adapters >= {least:g} x {peer_name}"
-        if count not in counts:
-            result.judge(target, "-", None, LEFT_OUT)
-            continue
-        rivals = [row for (name, number), row in rows.items() if number == count and name.startswith(peer_name)]
-        if rivals:
-            best = max(rivals, key=lambda row: statistics.median(row.values))
-            times_faster = ratio(rows["Rookery, 4 adapters", count], best)
-            result.judge(target, f"{times_faster:.2f} x", times_faster >= least)
-        else:
-            result.judge(target, "-", None, "the peer did not run")
+            result.add(f"{count} sequences, {name}", values, "tokens/s")
+        result.add(f"{count} sequences, Rookery's decode step, 4 adapters", steps[4], "ms")
+        result.add(f"{count} sequences, Rookery's decode step, no adapters", steps[0], "ms")
+        result.add(f"{count} sequences, the linear layers of a step, by torch's linear", floors, "ms")
+        result.add(f"{count} sequences, floor: the same in Rookery's layout of the weights", own_floors, "ms")
+    result.judge_rows(bars.generation)
     for contender in (ours, *peers.values()):
         contender.close()
     result.save()

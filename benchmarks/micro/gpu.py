@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TypeVar
@@ -38,13 +39,28 @@ T = TypeVar("T")
 
 PART_NAMES = ("check", "generation", "training", "transformers", "peft")
 ADAPTERS = 4
-ROWS = (8, 64, 256)
-PROMPTS, PROMPT, NEW_TOKENS = 8, 256, 128
 PEER_ROWS = 64
-SEQUENCES, LENGTH = 16, 1024
 REPEATS = 3
 PATIENCE_SECONDS = 20.0
 """A measurement is not repeated any more once its runs have taken this long."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """The sizes of what is generated and trained on."""
+
+    rows: tuple[int, ...] = (8, 64, 256)
+    prompts: int = 8
+    prompt: int = 256
+    """Tokens of a prompt."""
+    new_tokens: int = 128
+    sequences: int = 16
+    """Sequences of a training step."""
+    length: int = 1024
+    """Tokens of each of them."""
+
+
+FULL = Load()
 
 
 class Budget:
@@ -109,9 +125,9 @@ def main() -> int:
     best = roof(name, lambda: probe(device))
     result.notes.append(
         f"Roofline: {best.flops / 1e12:.0f} TFLOP/s, {best.bytes / 1e9:.0f} GB/s ({best.source})."
-        f" Generation: {PROMPTS} prompts of {PROMPT} tokens, shared by their groups, or each text's own; {NEW_TOKENS}"
-        " new tokens."
-        f" Training: {SEQUENCES} x {LENGTH} tokens, loss on every token."
+        f" Generation: {FULL.prompts} prompts of {FULL.prompt} tokens, shared by their groups, or each text's own;"
+        f" {FULL.new_tokens} new tokens."
+        f" Training: {FULL.sequences} x {FULL.length} tokens, loss on every token."
     )
     for model in models:
         _ours(result, budget, best, model, parts, device)
@@ -150,7 +166,7 @@ def _ours(result: Result, budget: Budget, best: Roof, model: str, parts: list[st
     if "generation" in parts:
         generation = budget.attempt(f"{model}, generation", lambda: Generation(decoder))
         if generation is not None:
-            for rows in ROWS:
+            for rows in FULL.rows:
                 for adapters in (0, ADAPTERS):
                     _generation(result, budget, best, model, generation, rows, adapters)
             _generation(result, budget, best, model, generation, PEER_ROWS, 0, prompts=PEER_ROWS)
@@ -165,7 +181,7 @@ def _ours(result: Result, budget: Budget, best: Roof, model: str, parts: list[st
 
 def _training(result: Result, best: Roof, config: DecoderConfig, what: str, runs: list[tuple[int, float]]) -> None:
     if runs:
-        flops = training_work(config, SEQUENCES * LENGTH, LENGTH, RANK)
+        flops = training_work(config, FULL.sequences * FULL.length, FULL.length, RANK)
         reached = statistics.median(flops / seconds for _, seconds in runs)
         result.add(
             what, [n / s for n, s in runs], "tokens/s",
@@ -181,17 +197,18 @@ def _generation(
     generation: Generation,
     rows: int,
     adapters: int,
-    prompts: int = PROMPTS,
+    prompts: int = FULL.prompts,
 ) -> None:
     what = f"{model}, generation, {rows} rows, {adapters} adapters"
-    if prompts == rows != PROMPTS:
+    load = generation.load
+    if prompts == rows != load.prompts:
         what += ", prompts of their own"
     runs = budget.measure(what, lambda: lambda: generation.run(rows, adapters, prompts))
     if not runs:
         return
-    own = NEW_TOKENS / 2  # of a text, in the mean over its steps
-    held = prompts * PROMPT + rows * own
-    flops, moved = decode_work(generation.decoder.config, rows, PROMPT + own, held, RANK, adapters)
+    own = load.new_tokens / 2  # of a text, in the mean over its steps
+    held = prompts * load.prompt + rows * own
+    flops, moved = decode_work(generation.decoder.config, rows, load.prompt + own, held, RANK, adapters)
     step = generation.step_seconds
     result.add(f"{what}, Rookery", [n / s for n, s in runs], "tokens/s")
     result.add(
@@ -204,8 +221,10 @@ def _generation(
 class Generation:
     """An engine that is kept, as a worker's is: its decode steps are recorded once."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, load: Load = FULL, kv_bytes: int | None = None) -> None:
+        """``kv_bytes``: of the KV cache; half of the device's free memory where it is None."""
         self.decoder = decoder
+        self.load = load
         self.step_seconds = 0.0
         """Of a decode step in the last run, sampling and bookkeeping included."""
         self._runs = 0
@@ -216,22 +235,22 @@ class Generation:
             decoder,
             self._loras,
             lambda tokens: "",
-            max_rows=max(ROWS),
-            kv_budget_bytes=free_bytes(decoder.device) // 2,
+            max_rows=max(load.rows),
+            kv_budget_bytes=free_bytes(decoder.device) // 2 if kv_bytes is None else kv_bytes,
         )
 
-    def run(self, rows: int, adapters: int, prompts: int = PROMPTS) -> tuple[int, float]:
+    def run(self, rows: int, adapters: int, prompts: int = FULL.prompts) -> tuple[int, float]:
         """Tokens and seconds from the first prompt to the last token; texts share ``prompts`` prompts."""
         self._runs += 1
-        given = random_ids(prompts, PROMPT, self.decoder.config.vocab)
+        given = random_ids(prompts, self.load.prompt, self.decoder.config.vocab)
         given = [[self._runs, *prompt[1:]] for prompt in given]  # another than the last run's, which is cached
         done = generate(
             self._engine,
             (
                 protocol.Generate(
                     request=f"{self._runs}-{i}", adapter=ref(i % prompts % adapters) if adapters else None,
-                    prompt=given[i % prompts], shared_prefix=PROMPT, max_tokens=NEW_TOKENS, temperature=1.0, seed=i,
-                    stop_tokens=[],
+                    prompt=given[i % prompts], shared_prefix=self.load.prompt, max_tokens=self.load.new_tokens,
+                    temperature=1.0, seed=i, stop_tokens=[],
                 )
                 for i in range(rows)
             ),
@@ -240,15 +259,16 @@ class Generation:
         return done.tokens, done.seconds
 
 
-def trained(decoder: Decoder, tenants: int) -> Callable[[], tuple[int, float]]:
+def trained(decoder: Decoder, tenants: int, load: Load = FULL) -> Callable[[], tuple[int, float]]:
     """A step of each of the tenants, packed, the batch shared out among them: tokens and seconds."""
     trainer = trainer_of(decoder, tenants, GPU_SLICE_TOKENS)
-    units = [unit(row) for row in random_ids(SEQUENCES, LENGTH, decoder.config.vocab)]
+    units = [unit(row) for row in random_ids(load.sequences, load.length, decoder.config.vocab)]
     batches = [protocol.TrainingBatch(groups=units[i::tenants]) for i in range(tenants)]
     taken = count()
 
     def run() -> tuple[int, float]:
-        return SEQUENCES * LENGTH, optimizer_steps(trainer, batches, protocol.Loss(name="cross_entropy"), next(taken))
+        seconds = optimizer_steps(trainer, batches, protocol.Loss(name="cross_entropy"), next(taken))
+        return load.sequences * load.length, seconds
 
     return run
 
@@ -261,13 +281,13 @@ def _peers(result: Result, budget: Budget, best: Roof, model: str, parts: list[s
 
     raw, vocabulary = SHAPES[model], SHAPES[model]["vocab_size"]
     if "transformers" in parts:
-        prompts = random_ids(PEER_ROWS, PROMPT, vocabulary)
+        prompts = random_ids(PEER_ROWS, FULL.prompt, vocabulary)
         for name, way in (("generate", gpu_peers.generator), ("generate_batch", gpu_peers.batcher)):
             what = f"{model}, generation, {PEER_ROWS} rows, 0 adapters, prompts of their own, transformers {name}"
-            if runs := budget.measure(what, lambda way=way: way(gpu_peers.base(raw, device), prompts, NEW_TOKENS)):
+            if runs := budget.measure(what, lambda way=way: way(gpu_peers.base(raw, device), prompts, FULL.new_tokens)):
                 result.add(what, [n / s for n, s in runs], "tokens/s")
     if "peft" in parts:
-        rows = random_ids(SEQUENCES, LENGTH, vocabulary)
+        rows = random_ids(FULL.sequences, FULL.length, vocabulary)
         for size in gpu_peers.MICRO_BATCHES:
             what = f"{model}, training, 1 adapters, PEFT, micro-batch {size}"
             runs = budget.measure(

@@ -6,9 +6,10 @@ float32: what differs is rounding on the way. Tolerances are about twice what bf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from benchmarks.lib.orders import RANK, ref, trained_adapter
@@ -72,20 +73,25 @@ class Check:
         return self.value <= self.most  # not a number does not
 
 
-def checks(device: torch.device, dtype: torch.dtype) -> list[Check]:
-    """All of them. ``dtype`` is the device's model's."""
+def checks(
+    device: torch.device,
+    dtype: torch.dtype,
+    models: Mapping[str, dict[str, Any]] = MODELS,
+    requests: int = REQUESTS,
+) -> list[Check]:
+    """All of them, with these small ``models`` and so many ``requests``. ``dtype`` is the device's model's."""
     found = [*_attention(device, dtype), _lora(device, dtype)]
-    for name, raw in MODELS.items():
+    for name, raw in models.items():
         config = DecoderConfig.from_hf(raw)
         weights = random_weights(config, torch.device("cpu"), dtype, DEVIATION)
         there = Decoder(config, {key: weight.to(device) for key, weight in weights.items()})
         exact = {key: weight.float() for key, weight in weights.items()}
         here = Decoder(config, exact)
-        found += [Check(f"{name}: {check.what}", check.value, check.most) for check in _model(here, there)]
+        found += [Check(f"{name}: {check.what}", check.value, check.most) for check in _model(here, there, requests)]
         wide = Decoder(config, {key: weight.to(device) for key, weight in exact.items()})
-        ours, theirs = _texts(wide, pooled=True), _texts(here, pooled=False)
+        ours, theirs = _texts(wide, requests, pooled=True), _texts(here, requests, pooled=False)
         apart = sum(_unlike(ours[request][0], tokens) for request, (tokens, _) in theirs.items())
-        found.append(Check(f"{name}: share of tokens unlike the CPU's, float32", apart / (REQUESTS * TOKENS), 0.01))
+        found.append(Check(f"{name}: share of tokens unlike the CPU's, float32", apart / (requests * TOKENS), 0.01))
     return found
 
 
@@ -142,7 +148,7 @@ def _lora(device: torch.device, dtype: torch.dtype) -> Check:
     return Check("LoRA of many adapters", _apart(got, wanted), 0.005)
 
 
-def _model(here: Decoder, there: Decoder) -> list[Check]:
+def _model(here: Decoder, there: Decoder, requests: int) -> list[Check]:
     """The device's model against the reference."""
     units = _units(here.config)
     results = []
@@ -157,7 +163,7 @@ def _model(here: Decoder, there: Decoder) -> list[Check]:
             logp.append(torch.frombuffer(bytearray(work.logprobs()), dtype=torch.float32))
         results.append((*logp, state.gradient.cpu()))
     (wanted, _, gradient), (scored, trained, ours) = results
-    texts = _texts(there, pooled=True)
+    texts = _texts(there, requests, pooled=True)
     stamped = torch.tensor([x for _, logprobs in texts.values() for x in logprobs])
     rescored = _rescored(here, texts)
     return [
@@ -204,7 +210,7 @@ def _operation(forward_only: bool) -> protocol.ForwardBackward:
     )  # fmt: skip
 
 
-def _texts(decoder: Decoder, *, pooled: bool) -> dict[int, tuple[list[int], list[float]]]:
+def _texts(decoder: Decoder, requests: int, *, pooled: bool) -> dict[int, tuple[list[int], list[float]]]:
     """Tokens and log-probabilities of every request, sampled together: groups that share a prompt, under two adapters
     and none."""
     loras = LoraManager(decoder.config, decoder.dtype, decoder.device, RANK)
@@ -212,10 +218,10 @@ def _texts(decoder: Decoder, *, pooled: bool) -> dict[int, tuple[list[int], list
         loras.add(str(seed), trained_adapter(decoder.config, seed, B_DEVIATION))
     made = CudaGraphRunner if pooled else DenseRunner
     engine = NativeEngine(
-        decoder, loras, lambda tokens: "", max_rows=REQUESTS, kv_budget_bytes=1 << 28,
+        decoder, loras, lambda tokens: "", max_rows=requests, kv_budget_bytes=1 << 28,
         runner=made(decoder, loras, 1 << 28),
     )  # fmt: skip
-    for request in range(REQUESTS):
+    for request in range(requests):
         prompt = _prompt(request)
         engine.submit(
             protocol.Generate(
@@ -224,7 +230,7 @@ def _texts(decoder: Decoder, *, pooled: bool) -> dict[int, tuple[list[int], list
                 stop_tokens=[],
             )
         )  # fmt: skip
-    texts: dict[int, tuple[list[int], list[float]]] = {request: ([], []) for request in range(REQUESTS)}
+    texts: dict[int, tuple[list[int], list[float]]] = {request: ([], []) for request in range(requests)}
     while engine.step():
         for chunk in engine.drain():
             texts[int(chunk.request)][0].extend(chunk.tokens)

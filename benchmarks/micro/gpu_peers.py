@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from benchmarks.lib.orders import await_device
 from benchmarks.micro.gpu_models import norm_scale
 
 MICRO_BATCHES = (4, 8, 16)
@@ -38,7 +39,7 @@ def generator(model: Any, prompts: list[list[int]], new_tokens: int) -> Callable
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
             do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0,
         )  # fmt: skip
-        torch.cuda.synchronize()
+        await_device()
         return out.numel() - ids.numel(), time.perf_counter() - began
 
     return run
@@ -59,7 +60,7 @@ def batcher(model: Any, prompts: list[list[int]], new_tokens: int) -> Callable[[
     def run() -> tuple[int, float]:
         first, began = next(runs), time.perf_counter()
         out = batch(inputs=[[first, *prompt[1:]] for prompt in prompts], generation_config=config, **kept)
-        torch.cuda.synchronize()
+        await_device()
         tokens = sum(len(answer.generated_tokens) for answer in out.values())
         if tokens != len(prompts) * new_tokens:
             raise RuntimeError(f"{tokens} tokens came, not {len(prompts) * new_tokens}")
@@ -89,7 +90,7 @@ def tuner(model: Any, rows: list[list[int]], rank: int, micro_batch: int) -> Cal
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        torch.cuda.synchronize()
+        await_device()
         return ids.numel(), time.perf_counter() - began
 
     return run

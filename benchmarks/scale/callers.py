@@ -41,7 +41,7 @@ from typing import Any, NoReturn
 
 import httpx
 import psutil
-from benchmarks.lib.harness import ROOT, Result, Row, Verdict, command, commit, result_path
+from benchmarks.lib.harness import ROOT, Result, ResultFolders, Row, Verdict, command, commit
 from tests.chaos.driver import Deployment, wait_until
 from tests.support.tinkered import MODEL, RANK, place_model
 from websockets.sync.client import connect
@@ -500,7 +500,7 @@ def merged(result: Result, stored: dict[str, Any] | None) -> Result:
 
 def store(result: Result) -> None:
     """Write what was measured so far to the result's file, whose other cases stay."""
-    path = result_path(result.name)
+    path = ResultFolders().path(result.name)
     merged(deepcopy(result), json.loads(path.read_text()) if path.exists() else None).save()
 
 

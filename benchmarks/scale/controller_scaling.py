@@ -43,9 +43,9 @@ WORKERS_PER_JOB = 5
 WARM_UP = 30.0
 """Virtual seconds until every job has its first versions and its rhythm."""
 MEASURED = 60.0
-"""Virtual seconds that are looked at at most …"""
+"""Virtual seconds that are looked at at most."""
 ENOUGH = 200_000
-"""… and events."""
+"""Events that are looked at at most."""
 TARGET = 0.1
 
 QUIET = Plan(

@@ -64,6 +64,15 @@ def main() -> None:
         else:
             result.judge(f"{name}: fewer worker-hours than the best fixed number that waits as little",
                          f"{worst:.3f} x at most", worst < 1)  # fmt: skip
+        for start, elastic in ((few, ours), (many, shrunk)):
+            over = [
+                max(a.worker_seconds / b.worker_seconds for a, b in zip(elastic, fixed[count], strict=True))
+                for count in (few, many)
+            ]
+            waits = max(run.wait_share_late for run in fixed[few])
+            result.judge(f"{name}: from {start} workers, fewer worker-hours than either fixed number, {few} and {many}",
+                         f"{over[0]:.3f} x and {over[1]:.3f} x at most", max(over) < 1,
+                         f"the trainer of {few} fixed workers waits up to {waits:.0%} of its time")  # fmt: skip
         wait = max(run.wait_share_late for runs in (ours, shrunk) for run in runs)
         result.judge(f"{name}: the trainer waits <= {MOST_WAIT:.0%} of the second half", f"{wait:.1%} at most",
                      wait <= MOST_WAIT)  # fmt: skip

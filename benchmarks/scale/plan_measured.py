@@ -24,6 +24,7 @@ from benchmarks.lib.service import Bench, Liked, completed, job, service, until_
 from benchmarks.lib.workload import REPLY_TOKENS, stories
 from benchmarks.scale.planning import RANK_CORRELATION, ranks
 
+from rookery.cli.plan import MEASURED_SLOWER
 from rookery.scheduling.plan.predict import PLAYS, Role, devices_of, predict
 from rookery.settings import TOKEN_VARIABLE
 from rookery.spec.fleet import FleetSpec, JobDemand
@@ -134,6 +135,13 @@ def main() -> None:
     result.judge(
         "predicted and measured seconds: rank correlation (Spearman) >= 0.8", f"{rho:.2f}", rho >= RANK_CORRELATION,
         f"{len(PLANS)} measured plans, median absolute error {statistics.median(errors):.0%}",
+    )  # fmt: skip
+    slower = [m / p for p, m in zip(predicted, found, strict=True)]
+    least, most = MEASURED_SLOWER
+    result.judge(
+        "measured seconds within the interval that rookery plan prints",
+        f"{min(slower):.2f} to {max(slower):.2f} times the predicted", least <= min(slower) and max(slower) <= most,
+        f"it prints {least} to {most} times",
     )  # fmt: skip
     result.save()
 

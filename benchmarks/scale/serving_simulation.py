@@ -24,11 +24,11 @@ from rookery.scheduling.slo import Demand, deadline
 
 ROWS, PREFILL = 64, 512
 DECODE = {1: 0.018, 4: 0.026, 16: 0.052, 64: 0.16}
-"""Seconds of a decode step of the 135M model on two cores, by rows …"""
+"""Seconds of a decode step of the 135M model on two cores, by rows."""
 PREFILL_TOKEN = 0.0007
-"""… of a prompt token …"""
+"""Seconds of a prompt token."""
 TRAIN, TRAIN_TOKENS = 0.9, 512
-"""… and of a training slice, which has so many tokens."""
+"""Seconds of a training slice, and its tokens."""
 STEP_TOKENS, STALENESS = 1024, 1
 """Tokens of replies that an optimizer step of the job takes, and how many steps sampling may be ahead."""
 TTFT, TPOT = 2.0, 0.15

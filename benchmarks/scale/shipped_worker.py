@@ -16,7 +16,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,7 +130,7 @@ class Status:
 
 
 class InlineCompute:
-    """The compute thread's methods; a call is answered before it returns."""
+    """The compute thread's methods; each function runs at once."""
 
     def __init__(self, worker: ShippedWorker) -> None:
         self._worker, self._core = worker, FakeCore(worker)
@@ -140,13 +139,12 @@ class InlineCompute:
     def status(self) -> Status:
         return Status(self._worker.cached_adapters)
 
-    def call(self, function: Callable[[Any], Any], *, touches: str = "states") -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(self._core))
-        except Exception as error:  # raised to the caller
-            future.set_exception(error)
-        return future
+    async def call(self, function: Callable[[Any], Any], *, touches: str = "states") -> Any:
+        await asyncio.sleep(0)  # a thread's answer comes with the loop's next round
+        return function(self._core)
+
+    def post(self, name: str, function: Callable[[Any], Any], *, touches: str = "states", **concerns: object) -> None:
+        function(self._core)
 
 
 class FakeTransfers:

@@ -43,7 +43,7 @@ from typing import Any, NoReturn
 import psutil
 import tinker
 from benchmarks.lib.harness import ROOT, Result, command
-from benchmarks.scale.callers import ATTACKS, Attacker, insist_until_told
+from benchmarks.scale.callers import ATTACKS, Attacker, insist_until_told, small_job
 from tests.chaos.driver import Deployment, wait_until
 from tests.support.tinkered import MODEL, RANK, datum, place_model
 from websockets.sync.client import connect
@@ -124,7 +124,7 @@ class Soak:
     # --- the two tenants ----------------------------------------------------------------------------------------------
 
     def train(self, client: rookery.Client) -> None:
-        job, last = client.submit(small_job(random.randrange(2**31))), None
+        job, last = client.submit(small_job(random.randrange(2**31), stop={"steps": STEPS})), None
         for kind, data in job.follow():
             if kind == "metrics":
                 if last is not None:
@@ -174,22 +174,6 @@ class Soak:
                 self.town.child(chance.choice(("worker", "environments"))).kill()
 
 
-def small_job(seed: int) -> dict[str, Any]:
-    rows = [{"prompt": f"Write of {number}.", "answer": ""} for number in range(7)]
-    verifier = {"name": "regex", "pattern": "[a-m].*[n-z]"}
-    return {
-        "name": "small",
-        "base_model": MODEL,
-        "environment": {"id": "jsonl", "rows": rows, "verifier": verifier},
-        "policies": {"main": {"rank": RANK, "optimizer": {"lr": 0.01}}},
-        "algorithm": {"group_size": 4, "groups_per_step": 2},
-        "sampling": {"max_tokens": 16},
-        "checkpoints": {"keep_last": 1},
-        "stop": {"steps": STEPS},
-        "seed": seed,
-    }
-
-
 # --- the hostile tenant -----------------------------------------------------------------------------------------------
 
 
@@ -228,10 +212,10 @@ def attacks(hostile: Attacker) -> list[tuple[Callable[[], None], str]]:
         send("huge job", "/api/v1/jobs", job)
 
     def many_jobs() -> None:
-        send("one more job", "/api/v1/jobs", small_job(random.randrange(2**31)) | {"stop": {"steps": 100}})
+        send("one more job", "/api/v1/jobs", small_job(random.randrange(2**31), stop={"steps": 100}))
 
     def hub_names() -> None:
-        send("hub name", "/api/v1/jobs/dry-run", small_job(1) | {"base_model": f"someone/{secrets.token_hex(4)}"})
+        send("hub name", "/api/v1/jobs/dry-run", small_job(1, base_model=f"someone/{secrets.token_hex(4)}"))
 
     def wrong_keys() -> None:
         answer = http.get("/api/v1/jobs", headers={"X-API-Key": f"tml-{secrets.token_hex(16)}"})

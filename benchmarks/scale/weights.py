@@ -9,6 +9,7 @@ Linux with user namespaces, ``ip``, ``tc``, ``unshare`` and ``nsenter``.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import signal
@@ -257,9 +258,10 @@ def chain(result: Result, given: argparse.Namespace, folder: Path) -> None:
             note = f"trainer sent {figures['egress']:.2f} copies, load {os.getloadavg()[0]:.0f}"
             what = f"{given.mega} MB to {count} receivers, {arm}"
             result.add(what, [figures["seconds"] / copy], "x one copy", note)
-            if (count, arm) == (MOST, "ours"):
-                flat = figures["seconds"] / copy
-                result.judge(f"time of {MOST} receivers <= 1.5 x one copy", f"{flat:.2f} x", flat <= 1.5)
+            if (count, arm) == (longest, "ours"):
+                flat, sent = figures["seconds"] / copy, figures["egress"]
+                what = f"{longest} receivers of {given.mega} MB: <= 1.5 x one copy, the trainer sends at most 2"
+                result.judge(what, f"{flat:.2f} x, {sent:.2f}", flat <= 1.5 and sent <= 2.2)
         for number, ablation in enumerate(ABLATIONS[1:] if given.ablate else [], 1):
             digest = bench.fresh(size)
             for name in ["trainer", *receivers]:
@@ -380,7 +382,8 @@ def kills(result: Result, bench: Bench, size: int, copy: float) -> None:
 
 
 def null_case(result: Result, folder: Path, mega: float, repeats: int) -> None:
-    """One receiver of an artifact that only the service has, against a plain download of the same bytes."""
+    """One receiver of an artifact that only the service has, against a plain download of the same bytes, which are
+    hashed while they arrive too."""
     bench = Bench(folder, 0.0)
     size = int(mega * 1e6)
     try:
@@ -395,7 +398,7 @@ def null_case(result: Result, folder: Path, mega: float, repeats: int) -> None:
             signature = protocol.sign_read(
                 protocol.read_key("the hash of a key of the role worker"), digest, time.time()
             )
-            target = folder / "plain"
+            target, digest_of = folder / "plain", hashlib.sha256()
             with (
                 bench.http.stream(
                     "GET", f"/wire/artifacts/{digest}/model.safetensors", headers={protocol.READ_HEADER: signature}
@@ -404,8 +407,10 @@ def null_case(result: Result, folder: Path, mega: float, repeats: int) -> None:
             ):
                 for block in answer.iter_raw():
                     file.write(block)
-            subprocess.run(["sha256sum", target], stdout=subprocess.DEVNULL, check=True)
+                    digest_of.update(block)
+            found = digest_of.hexdigest()
             plain = time.perf_counter() - started
+            assert [shard.sha256 for shard in bench.artifacts.open(digest).shards] == [found]
             figures = bench.run(digest, ["w00s0"])
             routed += int(figures["service"])
             ratios.append(figures["seconds"] / plain)
@@ -466,7 +471,7 @@ def main() -> None:
     result = Result("weights", "Artifacts from one worker to many", command())
     memory = given.folder or MEMORY
     if given.chain:
-        result = Result("weights_chain", "One artifact along a chain of workers", command())
+        result = Result(f"weights_chain_{given.mega}", "One artifact along a chain of workers", command())
         with tempfile.TemporaryDirectory(dir=memory) as folder:
             chain(result, given, Path(folder))
         result.save()

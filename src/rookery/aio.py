@@ -86,8 +86,8 @@ def on_end_signals(call: Callable[[], object], *, twice: bool = False) -> None:
             loop.add_signal_handler(number, begin)
 
 
-async def close_within(close: Callable[[], object], name: str) -> None:
-    """Call ``close()``, which waits for threads. After :data:`CLOSE_SECONDS` they are left to themselves."""
+async def close_within(close: Callable[[], object], name: str, seconds: float = CLOSE_SECONDS) -> None:
+    """Call ``close()``, which waits for threads. After ``seconds`` they are left to themselves."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def run() -> None:
@@ -98,8 +98,8 @@ async def close_within(close: Callable[[], object], name: str) -> None:
                 loop.call_soon_threadsafe(ended.set)
 
     threading.Thread(target=run, name=f"close {name}", daemon=True).start()
-    if not await wait_event(ended, CLOSE_SECONDS):
-        log.warning("%s: a call has not ended after %.0f s, and is left behind", name, CLOSE_SECONDS)
+    if not await wait_event(ended, seconds):
+        log.warning("%s: a call has not ended after %.0f s, and is left behind", name, seconds)
 
 
 def run_to_end(work: Coroutine[Any, Any, None], codes: Callable[[Exception], tuple[int, str]]) -> None:

@@ -4,6 +4,8 @@ A text, a list, a mapping, a number or any JSON that a client, an environment ho
 its field is declared: the sender is refused before anything is copied, compared, logged or stored.
 ``tests/test_bounds.py`` walks the schemas and fails for a field without one. Sizes of whole requests and messages are
 limited first, by :mod:`rookery.settings`; these bounds say how a request may spend them.
+
+Models of such data derive from :class:`GivenModel`: a number is a number.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Le, MaxLen, MinLen
 from msgspec import Meta
-from pydantic import GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 NAME, LINE, ERROR = 200, 4096, 1 << 16
 """Characters of a name; of a path, an address or a description; of an error, which may bring a story."""
@@ -52,6 +54,9 @@ PARTS = 4096
 
 CHUNKS = 32 << 10
 """Chunks of one prompt, of which a client may make one for each token."""
+
+TOOLS = 128
+"""Tools of one request or row, and calls of one message, as in OpenAI's API."""
 
 METADATA = 16 << 10
 """Bytes of a client's own metadata as JSON: it is stored, and returned with every listing."""
@@ -91,6 +96,47 @@ class JsonSize:
         if not is_small(value, self.most):
             raise ValueError(f"it has more than {self.most} bytes; give less")
         return value
+
+
+_WITHIN = ("schema", "items_schema", "keys_schema", "values_schema", "extras_schema", "choices", "fields", "steps")
+"""The keys of pydantic's schemas under which further schemas stand."""
+
+
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("boolean_for_number", "Input should be a number, neither true nor false")
+    return value
+
+
+def _with_numbers(schema: Any, *, in_list: bool = False) -> Any:
+    """A schema whose numbers refuse booleans. Integers in lists, such as 200,000 tokens, refuse anything else as well,
+    which takes no call for each."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(_with_numbers(one) for one in schema)
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    if kind == "int" and in_list:
+        return {**schema, "strict": True}
+    if kind in ("int", "float"):
+        return core_schema.no_info_before_validator_function(_no_boolean, schema)
+    if isinstance(kind, str) and not (kind == "function-before" and schema["function"]["function"] is _no_boolean):
+        for key in _WITHIN:
+            if key in schema:
+                schema[key] = _with_numbers(schema[key], in_list=kind == "list")
+    elif isinstance(schema, dict) and not isinstance(kind, str):  # fields or choices by name
+        return {name: _with_numbers(one) for name, one in schema.items()}
+    return schema
+
+
+class GivenModel(BaseModel):
+    """Base of models whose data a stranger gives. A boolean is no number, also in a list or a mapping, and neither is
+    NaN or an infinity: JSON has none, but ``"nan"`` would be read as one."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: CoreSchema = _with_numbers(handler(source))
+        return schema
 
 
 SmallJson = Annotated[Any, JsonSize(SETTINGS)]

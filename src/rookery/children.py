@@ -6,13 +6,29 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+SEARCHED = "PYTHONPATH"
+
+LEFT_OUT = ("PYTHONOPTIMIZE", "PYTHONINSPECT")
+"""Variables of an interpreter that its children do not get: the 2 of the first removes docstrings that transformers
+reads; with the second, a child would not end, but ask for input."""
 
 
 def interpreter(module: str, *arguments: str) -> list[str]:
-    """The command that runs ``module`` in a child process with this interpreter. It does not import from the working
-    directory (``-P``): a ``random.py`` in a user's folder must neither replace the library's module nor run."""
+    """The command that runs ``module`` in a child process with this interpreter, whose environment are
+    :func:`child_variables`. It does not import from the working directory (``-P``): a ``random.py`` in a user's folder
+    must neither replace the library's module nor run."""
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def child_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """``environment`` for a process that :func:`interpreter` starts. An empty entry of ``PYTHONPATH`` means the working
+    directory, also with ``-P``, and comes from ``PYTHONPATH=$PYTHONPATH:/x`` where the variable was not set: it is left
+    out. So are :data:`LEFT_OUT`."""
+    found = {name: value for name, value in environment.items() if name not in (SEARCHED, *LEFT_OUT)}
+    entries = [entry for entry in environment.get(SEARCHED, "").split(os.pathsep) if entry]
+    return found | ({SEARCHED: os.pathsep.join(entries)} if entries else {})
 
 
 def lower_priority(niceness: int) -> None:

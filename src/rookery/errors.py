@@ -87,6 +87,11 @@ class DatabaseAway(Unavailable):
     """The database does not answer, or what answers is not the database that the service opened."""
 
 
+class DatabaseRefuses(DatabaseAway):
+    """The server of the database answers and refuses: a wrong password, an unknown user or database, no permission. At
+    a start that is a mistake of its operator."""
+
+
 class DatabaseReadOnly(DatabaseAway):
     """The database answers and takes no writes: its server became a replica, or its disk was mounted read-only."""
 
@@ -121,8 +126,20 @@ class IncompleteArtifact(CorruptArtifact):
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk."""
 
+REFUSED_BY_DISK = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP,
+    errno.ENAMETOOLONG, errno.EINVAL,
+)  # fmt: skip
+"""Error numbers of a place on a disk that cannot be used at any other time either, unless somebody changes it. A
+network's disk that is not there yet, or hangs, has others."""
+
 RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 """Error numbers of a process or a machine without free file descriptors or memory."""
+
+
+def unusable(error: OSError) -> type[UserError] | type[Unavailable]:
+    """The error of a place on a disk that a program needs at its start: a mistake, or one that may pass."""
+    return UserError if error.errno in REFUSED_BY_DISK else Unavailable
 
 
 def installs(extra: str) -> str:
@@ -142,6 +159,14 @@ def without_paths(text: str, keep: str = "") -> str:
 def short(text: str) -> str:
     """``text`` cut to 80 characters for an error line."""
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def single_line(text: str) -> str:
+    """``text`` for a line of a log, a terminal or an error: characters that break a line, move the cursor, or reverse
+    the direction of text are escaped, so that a stranger's text cannot pass as a further line."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def nearest(name: str, known: Iterable[str], most: int = 1) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
-from rookery.errors import NO_ROOM, StorageFull, UserError
+from rookery.errors import NO_ROOM, RUN_OUT, StorageFull, UserError, unusable
 
 CACHE_FOLDERS = ("models", "prepared", "adapters", "kernels")
 """Parts of the cache. Where another user has made one, it has to be writable like the cache itself."""
@@ -17,6 +21,42 @@ LOCKED_FOLDERS = ("", "models", "prepared", "kernels")
 PROBE_BYTES = 1 << 20
 """Bytes that are written to see whether there is room: a new database with its log takes about as many. A full disk
 still takes empty files."""
+
+
+def temporary_folder(prefix: str = "rookery-", at: str | None = None) -> tempfile.TemporaryDirectory[str]:
+    """A new folder for as long as it is used, ``at`` another place than the system's. Raises :class:`UserError` where
+    none can be made."""
+    with _temporary(at):
+        return tempfile.TemporaryDirectory(prefix=prefix, dir=at)
+
+
+def temporary_file() -> IO[bytes]:
+    """A file without a name for as long as it is open. Raises :class:`UserError` where none can be made."""
+    with _temporary():
+        return tempfile.TemporaryFile()
+
+
+@contextmanager
+def _temporary(at: str | None = None) -> Iterator[None]:
+    """The system's folder for temporary files may be missing, read-only as in a container without a volume there, or
+    full: the library tries a few and then knows none. A lack of descriptors or memory is no fault of a folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in RUN_OUT:
+            raise
+        if at is not None:
+            kind = StorageFull if error.errno in NO_ROOM else UserError
+            raise kind(f"no temporary folder can be made in {at} ({error.strerror})") from None
+        if error.errno in NO_ROOM:
+            raise StorageFull(
+                f"the disk of {tempfile.gettempdir()} is full; free some space, or set TMPDIR to another folder"
+            ) from None
+        tried = os.environ.get("TMPDIR") or "/tmp"
+        raise UserError(
+            f"TMPDIR: no temporary file can be made, as in {tried}; set TMPDIR to a folder that is writable for this"
+            " user and has room (in a container: mount a volume at /tmp)"
+        ) from None
 
 
 def expanded(folder: Path) -> Path:
@@ -41,7 +81,8 @@ def usable_cache(folder: Path) -> Path:
 def usable_folder(folder: Path, setting: str, parts: tuple[str, ...] = (), locked: tuple[str, ...] = ()) -> Path:
     """``folder``, made where it is missing, once a file could be written in it and in those of its ``parts`` that
     exist, and locked in those that are ``locked``; the empty part is the folder itself. Raises :class:`UserError`,
-    which names the ``setting``, or :class:`StorageFull`."""
+    which names the ``setting``, :class:`~rookery.errors.Unavailable` for a disk that may come back, or
+    :class:`StorageFull`."""
     if without_home(folder):
         raise UserError(f"setting {setting}: {folder} needs a home, and HOME is not set; set {setting} to a folder")
     at, done = folder, "written"
@@ -62,7 +103,7 @@ def usable_folder(folder: Path, setting: str, parts: tuple[str, ...] = (), locke
                 f"the disk of {at} is full; free some space, or set {setting} to another folder"
             ) from None
         reason = error.strerror or str(error)
-        raise UserError(
+        raise (UserError if done == "locked" else unusable(error))(
             f"setting {setting}: folder {at} cannot be {done} ({reason}); "
             + (
                 f"its disk has no locks; set {setting} to one that has"

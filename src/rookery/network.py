@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import os
 import re
 import socket
 import ssl
-from collections.abc import Mapping
-from typing import Literal
-from urllib.parse import SplitResult, urlsplit
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal, Self
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from rookery.errors import UserError, short
+
+log = logging.getLogger("rookery.network")
 
 DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
 """By scheme of a service's address."""
@@ -85,6 +89,12 @@ def join_address(scheme: str, host: str, port: int) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+def dialled_host(host: str) -> str:
+    """An address of this machine at which a listener on ``host`` is reached: all of a machine's are none to dial, with
+    a proxy or a certificate."""
+    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
 def _is_host(text: str) -> bool:
     """Whether ``http://text`` is an address."""
     with contextlib.suppress(UserError):
@@ -113,12 +123,38 @@ def proxy_of(address: str, environment: Mapping[str, str] = os.environ) -> str |
     with contextlib.suppress(ValueError):
         found = urlsplit(proxy)
         if found.scheme in ("http", "https") and found.hostname and found.port != 0 and found.path in ("", "/"):
-            return proxy
+            return _with_credentials(found) or proxy
     without = f"or add {parts.hostname} to no_proxy"
     raise UserError(
         f"{variable}: given {short(_without_password(value))!r}, allowed: an HTTP proxy such as http://proxy:3128; set"
         f" one, {without}"
     )
+
+
+def _with_credentials(proxy: SplitResult) -> str:
+    """The address of a proxy with a user and a password, as all of the libraries read it: with both, also where a token
+    is the user, and without characters that end a part of an address, such as the ``@`` in somebody's password. Empty
+    without a user. Raises ValueError for a user that no proxy takes."""
+    if proxy.username is None:
+        return ""
+    user, password = unquote(proxy.username), unquote(proxy.password or "")
+    if ":" in user:
+        raise ValueError("a colon ends the user")
+    return f"{proxy.scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{proxy.netloc.rpartition('@')[2]}"
+
+
+def unusable_proxy(environment: Mapping[str, str] = os.environ) -> str:
+    """The first variable with a proxy that the hub's library cannot use, as a line; empty where there is none. That
+    library makes a client for the proxies of all variables before it asks for anything. It speaks SOCKS only with a
+    package of its own, so this is a reason for a client that could not be made, not a check."""
+    for variable in dict.fromkeys(PROXY_VARIABLES["https"] + PROXY_VARIABLES["http"]):
+        value = environment.get(variable, "").strip()
+        if "://" in value and value.partition("://")[0].lower() not in ("http", "https"):
+            return (
+                f"{variable}: given {short(_without_password(value))!r}, allowed: an HTTP proxy such as"
+                " http://proxy:3128, or with the package socksio one with socks5://"
+            )
+    return ""
 
 
 def reachable(address: str, name: str, allowed: str, confidential: bool = False) -> tuple[str, int]:
@@ -217,11 +253,71 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     return mapped or address
 
 
+@lru_cache(4096)
+def source_of(address: str) -> str:
+    """Where a connection from ``address`` comes from, for limits by address: of IPv6 the network of 64 bits, all of
+    whose addresses one machine may have; an IPv4 address in one of IPv6 is that address."""
+    found = _ip(address)
+    if isinstance(found, ipaddress.IPv6Address) and not found.is_loopback:
+        return str(ipaddress.IPv6Network((int(found) >> 64 << 64, 64)))
+    return address if found is None else str(found)
+
+
+class FollowingContext(ssl.SSLContext):
+    """Reads its files again before a handshake, where they have changed: certificates are renewed while processes run.
+    Files that cannot be used, such as a new certificate whose key has not been written yet, change nothing."""
+
+    def __new__(cls, usual: ssl.SSLContext, *arguments: object) -> Self:
+        return super().__new__(cls, usual.protocol)
+
+    def __init__(self, usual: ssl.SSLContext, files: Sequence[str], load: Callable[[ssl.SSLContext], object]) -> None:
+        """``usual`` has the options; ``load`` reads the ``files`` into a context. Raises OSError."""
+        self.options, self.minimum_version = usual.options, usual.minimum_version
+        self.verify_flags = usual.verify_flags
+        self._load, self._files = load, files
+        self._read = self._refused = self._found()
+        load(self)
+
+    def _found(self) -> list[tuple[int, ...] | None]:
+        """Changes with the files."""
+        return [_stamp(file) for file in self._files]
+
+    def _follow(self) -> None:
+        found = self._found()
+        if found == self._read:
+            return
+        try:
+            self._load(ssl.SSLContext(self.protocol))  # what cannot be used would damage the context in use
+            self._load(self)
+        except OSError as error:
+            if found != self._refused:
+                log.warning("%s: the earlier one stays in use (%s)", self._files[0], error.strerror or error)
+            self._refused = found
+            return
+        self._read = self._refused = found
+
+    def wrap_socket(self, *arguments: Any, **named: Any) -> ssl.SSLSocket:
+        self._follow()
+        return super().wrap_socket(*arguments, **named)
+
+    def wrap_bio(self, *arguments: Any, **named: Any) -> ssl.SSLObject:
+        self._follow()
+        return super().wrap_bio(*arguments, **named)
+
+
+def _stamp(file: str) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def client_tls(address: str, ca_file: str, environment: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:
     """How a client checks the certificate of the service at ``address``. The certificates in ``ca_file`` are trusted
-    in place of the system's, also a service's own; on this machine it may be made out to any name. Else those of
-    ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` are, where they are set. None is the client library's default, and no TLS at
-    all for an address without it. Raises :class:`UserError`."""
+    in place of the system's, also a service's own, and followed where the file changes; on this machine it may be made
+    out to any name. Else those of ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` are, where they are set. None is the client
+    library's default, and no TLS at all for an address without it. Raises :class:`UserError`."""
     if urlsplit(address).scheme not in ("https", "wss"):
         return None
     file, folder = environment.get("SSL_CERT_FILE") or None, environment.get("SSL_CERT_DIR") or None
@@ -230,7 +326,8 @@ def client_tls(address: str, ca_file: str, environment: Mapping[str, str] = os.e
     try:
         if not ca_file:
             return ssl.create_default_context(cafile=file, capath=folder)
-        context = ssl.create_default_context(cafile=ca_file)
+        usual = ssl.create_default_context(cafile=ca_file)
+        context = FollowingContext(usual, (ca_file,), lambda context: context.load_verify_locations(ca_file))
     except OSError as error:
         name = f"setting ROOKERY_CA_FILE: {ca_file}" if ca_file else f"SSL_CERT_FILE, SSL_CERT_DIR: {file or folder}"
         raise UserError(f"{name} cannot be used ({error.strerror or error})") from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from rookery.errors import UserError
 from rookery.folders import expanded
-from rookery.network import join_address, service_url
+from rookery.network import dialled_host, join_address, service_url
 
 TOKEN_VARIABLE = "ROOKERY_TOKEN"
 """Variable that holds the key of a worker or host: an argument would show in the process list."""
@@ -46,9 +46,10 @@ class ServerSettings(Section):
     """Where artifacts are kept: a folder, or an object store such as `s3://bucket/prefix`. Empty is the data folder.
     A service whose database is in use waits as standby if this is set."""
     artifacts_endpoint: str = ""
-    """Address of the object store that speaks S3, such as `http://minio:9000`. Empty is Amazon's."""
+    """Address of the object store that speaks S3, such as `http://minio:9000`. Empty is that of `AWS_ENDPOINT_URL_S3`
+    or `AWS_ENDPOINT_URL`, else Amazon's."""
     host: str = "127.0.0.1"
-    """Address on which the service listens."""
+    """Address on which the service listens; `0.0.0.0` is all of IPv4, `::` all of IPv6 and IPv4."""
     port: int = Field(7077, ge=0, le=65535)
     """Port on which the service listens; 0 takes a free one."""
     url: str = ""
@@ -240,8 +241,9 @@ class ClusterSettings(Section):
 
     cluster: Literal["local", "ray"] = "local"
     """`local`: child processes on the service's machine. `ray`: actors on the nodes of a Ray cluster; every node has
-    Rookery installed, and reaches the service at `url`, or else at the address by which Ray knows the service's
-    machine, for which `host` must be `0.0.0.0`."""
+    Rookery installed, and reaches the service at `url`, or else (also where `url` is `http://localhost:…`, which means
+    another machine on each node) at the address by which Ray knows the service's machine, for which `host` must be
+    `0.0.0.0`."""
     ray_address: str = "auto"
     """HOST:PORT of the Ray cluster's head. `auto` finds the one on this machine."""
     ray_cpus: float = Field(1.0, gt=0)
@@ -255,7 +257,8 @@ class ClusterSettings(Section):
     ray_spot_label: str = Field("pool=spot", pattern="^[^=]+=[^=]+$")
     """Label of nodes that may vanish. Reserved workers (`workers` per model) and the environment host avoid them."""
     scale_min: int = Field(1, ge=0, le=1024)
-    """With `scale_max`: the fewest rollout workers per model; the `workers` per model always stay."""
+    """With `scale_max`, and refused without it: the fewest rollout workers per model; the `workers` per model always
+    stay."""
     scale_max: int = Field(0, ge=0, le=1024)
     """The most rollout workers per model, those of `workers` included. The service starts and ends rollout workers by
     the wait of the trainers of asynchronous jobs; with Ray, by way of its autoscaler. 0: their number is fixed."""
@@ -302,8 +305,9 @@ class WorkerSettings(Section):
     """How a worker with several cores generates and trains: in `turns`, each on all cores, the one `beside` the other
     on half of them, or, with `auto`, as is predicted to end the present jobs sooner: the worker measures both when it
     starts, which takes seconds."""
-    plan_depth: int = Field(0, ge=0, le=4)
-    """With `ROOKERY_LANES=auto`: choices ahead that a prediction looks; 0 takes the most work per second now."""
+    plan_depth: int = Field(1, ge=0, le=4)
+    """With `ROOKERY_LANES=auto`: choices ahead that a prediction looks; 0 holds each choice until the present stages of
+    all jobs have ended."""
     allocator: str = "tcmalloc_minimal"
     """Memory allocator that workers are started with: a library's name without `lib` and `.so`. Where the machine lacks
     it, or with an empty name, the C library's is used; tcmalloc is about 10% faster."""
@@ -432,7 +436,7 @@ class Settings(Section):
     def base_url(self) -> str:
         """Address of the service for clients."""
         scheme = "https" if self.server.tls_cert else "http"
-        return self.server.url or join_address(scheme, self.server.host, self.server.port)
+        return self.server.url or join_address(scheme, dialled_host(self.server.host), self.server.port)
 
     @property
     def trusted(self) -> str:
@@ -475,7 +479,7 @@ class Settings(Section):
         values: dict[str, object] = {
             name: environment[variable].strip()  # a value from a file ends with a newline
             for name, variable in variables.items()
-            if variable in environment and not _ADDRESS.fullmatch(environment[variable])
+            if variable in environment and not _is_platforms(variable, environment[variable])
         } | explicit
         if uses is not None and values.get("url"):  # the address says both
             values = {name: value for name, value in values.items() if name in explicit or name not in ("host", "port")}
@@ -484,7 +488,7 @@ class Settings(Section):
                 raise UserError(
                     f"setting ROOKERY_{name.upper()}: it is empty, which means nothing; give a value, or unset it"
                 )
-        for name in ("url", "public_url"):
+        for name in ("url", "public_url", "artifacts_endpoint"):
             if url := values.get(name):
                 service_url(str(url), f"setting ROOKERY_{name.upper()}")
         try:
@@ -493,8 +497,14 @@ class Settings(Section):
             first = error.errors()[0]
             variable = f"ROOKERY_{str(first['loc'][-1]).upper()}"
             raise UserError(f"setting {variable}: given {first['input']!r}, {first['msg']}") from None
-        return settings.replace(data=expanded(settings.data), cache=expanded(settings.cache))
+        named = {name: getattr(settings.server, name) for name in FILES}
+        files = {name: str(expanded(Path(path))) for name, path in named.items() if path.startswith("~")}
+        return settings.replace(data=expanded(settings.data), cache=expanded(settings.cache), **files)
 
+
+FILES = ("tls_cert", "tls_key", "ca_file", "plan")
+"""Settings that name a file, whose ``~`` is replaced as that of a folder: where a variable comes from a file, no shell
+has done it."""
 
 CLIENT_SETTINGS = ("data", "cache", "host", "port", "url", "key", "tls_cert", "ca_file")
 """Fields that a client of a service uses: the address, the key, and the folder where the administrator's key is."""
@@ -532,17 +542,44 @@ be the administrator's, an empty folder the working directory, an empty certific
 _ADDRESS = re.compile(r"(tcp|udp|sctp)://[^/]+")
 """The value that Kubernetes and Docker give to ``<NAME>_PORT`` for a service or linked container of that name."""
 
-_PLATFORM = re.compile(r"ROOKERY(_\w+)?_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
+_PLATFORM = re.compile(
+    r"ROOKERY(_\w+)?_(SERVICE_(HOST|PORT(_\w+)?)"
+    r"|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|ADDR|START|END|PORT(_(START|END))?))?)?)"
+)
 """Names of the variables that these two set for a service or container whose name begins with ``rookery``."""
+
+_LINK = re.compile(r"/[^/]+/[^/]+")
+"""The value that Docker gives to ``<NAME>_NAME`` for a linked container; ``<NAME>_ENV_…`` are then its variables."""
+
+
+def _is_platforms(name: str, value: str) -> bool:
+    """Whether a variable with a setting's name was set for a service or container. The address of a setting that
+    somebody wrote so, such as ``tcp://minio:9000``, is a mistake to name."""
+    return bool(_PLATFORM.fullmatch(name) and _ADDRESS.fullmatch(value))
+
+
+def trim_variables(environment: MutableMapping[str, str]) -> None:
+    """Remove white space around the values of ``ROOKERY_*`` variables, such as the end of a line of a file that was
+    written on Windows. The command line reads some of them by itself, as options: without this, a folder's name would
+    end with it."""
+    for name in [name for name in environment if name.startswith("ROOKERY_")]:
+        environment[name] = environment[name].strip()
 
 
 def variable_notes(environment: Mapping[str, str] = os.environ) -> list[str]:
     """A line for every ``ROOKERY_*`` variable that is no setting: the platform's, in one line, and unknown names, each
     with the closest setting."""
     settings = {f"ROOKERY_{name.upper()}" for name in ("data", "cache", *SECTION_OF)} | {TOKEN_VARIABLE}
+    given = {name: value for name, value in environment.items() if name.startswith("ROOKERY_")}
+    links = [name for name, value in given.items() if name.endswith("_NAME") and _LINK.fullmatch(value)]
+    copied = tuple(f"{name.removesuffix('NAME')}ENV_" for name in links)
     theirs, unknown = [], []
-    for name in sorted(name for name in environment if name.startswith("ROOKERY_")):
-        if _PLATFORM.fullmatch(name) and (name not in settings or _ADDRESS.fullmatch(environment[name])):
+    for name in sorted(given):
+        if name in settings:
+            is_theirs = _is_platforms(name, given[name])
+        else:
+            is_theirs = bool(_PLATFORM.fullmatch(name) or name in links or name.startswith(copied))
+        if is_theirs:
             theirs.append(name)
         elif name not in settings and len(name) <= LONGEST_NAME:
             endings = sorted(known.removeprefix("ROOKERY_") for known in settings)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from benchmarks.lib import report
+from benchmarks.lib import ages, report
 from benchmarks.lib.harness import HERE, RESULTS, Result, Row, Verdict
 from benchmarks.micro import gpu, gpu_check, gpu_models, gpu_peers
 from torch import Tensor
@@ -37,14 +37,9 @@ TINY = {
 }
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The CPU in a GPU's place, and work that it can do."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for name, value in {"ROWS": (8,), "PROMPT": 12, "NEW_TOKENS": 5, "SEQUENCES": 4, "LENGTH": 20}.items():
-        monkeypatch.setattr(gpu, name, value)
-    monkeypatch.setattr(gpu, "free_bytes", lambda device: 1 << 25)
-    return torch.device("cpu")
+CPU = torch.device("cpu")
+SMALL = gpu.Load(rows=(8,), prompt=12, new_tokens=5, sequences=4, length=20)
+"""Work that a CPU can do in a GPU's place."""
 
 
 def test_without_a_gpu_it_reports_that_and_writes_nothing() -> None:
@@ -59,30 +54,22 @@ def test_without_a_gpu_it_reports_that_and_writes_nothing() -> None:
     assert (RESULTS / "gpu.json").exists() == before
 
 
-def test_the_page_names_the_missing_gpu_and_the_machine_of_each_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_names_the_missing_gpu_and_the_machine_of_each_line(tmp_path: Path) -> None:
     about = {"machine": "another machine", "date": "2026-11-25", "commit": "0123abc"}
     other = Result("small", "Small", "measure it", **about)  # type: ignore[arg-type]
     other.rows.append(Row("a step", [2.0], "s"))
     other.verdicts.append(Verdict("a step < 3 s", "2 s", True))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "small.json").write_text(json.dumps(asdict(other)))
-    monkeypatch.setattr(report, "HERE", tmp_path)
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(report, "LOCAL", tmp_path / "local")
-    monkeypatch.setattr(report, "draw", lambda found: {})
-    monkeypatch.setattr(report.pages, "PAGES", ())
-    report.main()
-    text = (tmp_path / "RESULTS.md").read_text()
+    found, others = report.read_folder(tmp_path)
+    text = ages.unmarked(report.page([*found, *others], {}, tmp_path))
     assert "| any GPU | `make bench-gpu` |" in text and "| A | another machine |" in text
     assert "| [small](results/other/small.json) | a step < 3 s | 2 s | met | 2026-11-25, 0123abc, A |" in text
 
 
 def test_right_results_pass_and_wrong_ones_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     one = dict([next(iter(gpu_check.MODELS.items()))])
-    monkeypatch.setattr(gpu_check, "MODELS", one)
-    good = gpu_check.checks(torch.device("cpu"), torch.float32)
+    good = gpu_check.checks(CPU, torch.float32, one)
     assert len(good) == 12 and all(check.holds for check in good)
     assert max(check.value / check.most for check in good) < 0.01, "float32 is far within what bfloat16 may differ"
 
@@ -90,35 +77,34 @@ def test_right_results_pass_and_wrong_ones_fail(monkeypatch: pytest.MonkeyPatch)
         return whole(q, k, v, KeyRanges(seen.starts, (seen.lengths - 1).clamp(min=0), seen.max_length))
 
     monkeypatch.setattr("rookery.worker.engine.native.cuda.graph_runner.range_attention", short)
-    monkeypatch.setattr(gpu_check, "REQUESTS", 4)
-    bad = {check.what: check.holds for check in gpu_check.checks(torch.device("cpu"), torch.float32)}
+    bad = {check.what: check.holds for check in gpu_check.checks(CPU, torch.float32, one, requests=4)}
     assert not bad["qwen3: share of tokens unlike the CPU's, float32"]
     assert not bad["qwen3: the same, largest"]
     assert bad["qwen3: gradient, norm of the difference over the norm"]
     assert not gpu_check.Check("", float("nan"), 1.0).holds
 
 
-def test_generation_and_training_of_a_tiny_model(here: torch.device) -> None:
+def test_generation_and_training_of_a_tiny_model() -> None:
     config = DecoderConfig.from_hf(TINY)
-    decoder = Decoder(config, gpu_models.random_weights(config, here, torch.float32))
-    generation = gpu.Generation(decoder)
+    decoder = Decoder(config, gpu_models.random_weights(config, CPU, torch.float32))
+    generation = gpu.Generation(decoder, SMALL, 1 << 24)
     for adapters in (0, 4):
         assert generation.run(8, adapters)[0] == 8 * 5
         assert generation.step_seconds > 0
     assert generation.run(8, 0, prompts=8)[0] == 8 * 5
-    run = gpu.trained(decoder, 4)
+    run = gpu.trained(decoder, 4, SMALL)
     for _ in range(2):
         assert run()[0] == 4 * 20
 
 
-def test_peers_on_a_tiny_model(here: torch.device) -> None:
-    tokens, _ = gpu_peers.generator(gpu_peers.base(TINY, here), [[1, 2, 3]] * 2, 4)()
+def test_peers_on_a_tiny_model() -> None:
+    tokens, _ = gpu_peers.generator(gpu_peers.base(TINY, CPU), [[1, 2, 3]] * 2, 4)()
     assert tokens == 8
-    tokens, _ = gpu_peers.tuner(gpu_peers.base(TINY, here), [[1, 2, 3]] * 5, 4, 2)()
+    tokens, _ = gpu_peers.tuner(gpu_peers.base(TINY, CPU), [[1, 2, 3]] * 5, 4, 2)()
     assert tokens == 15
 
 
-def test_a_part_that_does_not_run_is_noted_and_the_rest_continues(here: torch.device) -> None:
+def test_a_part_that_does_not_run_is_noted_and_the_rest_continues() -> None:
     result = Result("gpu", "", "")
 
     def missing() -> object:
@@ -131,14 +117,14 @@ def test_a_part_that_does_not_run_is_noted_and_the_rest_continues(here: torch.de
     assert "no time was left" in result.notes[-1]
 
 
-def test_a_model_that_does_not_fit_is_noted(here: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(*of: object) -> object:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(gpu, "random_weights", too_large)
     result = Result("gpu", "", "")
     roof = gpu_models.Roof(1.0, 1.0, "")
-    gpu._ours(result, gpu.Budget(result, 1.0), roof, "Qwen3-0.6B", list(gpu.PART_NAMES), here)
+    gpu._ours(result, gpu.Budget(result, 1.0), roof, "Qwen3-0.6B", list(gpu.PART_NAMES), CPU)
     assert result.notes == ["Qwen3-0.6B, Rookery did not run: OutOfMemoryError: CUDA out of memory"]
     assert result.rows == []
 

@@ -11,7 +11,6 @@ import hashlib
 import os
 import random
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 
 import httpx
 import psutil
+from tests.support.ports import free_port
 from tests.support.processes import alive
 from tests.support.waiting import until
 
@@ -106,7 +106,7 @@ class Deployment:
         self.model = str(model)
         self.logs = root / "said"
         self.logs.mkdir(parents=True)
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         given = SETTINGS | {"port": str(self.port), "workers": str(workers)} | settings
         given |= {"models": self.model} if workers else {}
@@ -324,12 +324,6 @@ class Deployment:
         marks = ",".join("?" * len(names))
         query = f"select count(*) as n from episodes where job in ({marks}) and state in ('done', 'failed')"
         return int(self.rows(query, *names)[0]["n"])
-
-
-def _free_port() -> int:
-    """A port that a service can have, again and again."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 async def _host(url: str) -> None:

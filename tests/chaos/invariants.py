@@ -51,9 +51,9 @@ class Account:
     run: int
     """The run of its job that asked last."""
     tokens: list[int]
-    """Its whole text …"""
+    """Its whole text."""
     finish: str
-    """… and how that ends."""
+    """How that text ends."""
     switches: bool
     """Whether it may change its version while it runs."""
     refs: set[tuple[str, int]] = field(default_factory=set)

@@ -21,8 +21,8 @@ from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import BUILTIN
 from rookery.controller.jobs.trajectory import derive_seed
 from rookery.protocol.connection import RegistrationRefused
-from rookery.simulation.fakes.connection import Faults, Phase
 from rookery.simulation.fakes.engine import Row
+from rookery.simulation.fakes.faults import Faults, Phase
 from rookery.simulation.fakes.host import EpisodeCall, FakeHost, user_message
 from rookery.simulation.fakes.trainer import ADAPTER, FakeTrainer
 from rookery.simulation.fakes.worker import FakeWorker, worker_hello

@@ -61,7 +61,7 @@ COMMITTED_EARLY = """head = self.versions.head
     ref = await"""
 """The trainer hears of a version before the database does."""
 
-ANYBODY = "(one := self._find(chunk.request)) and one.assignment and one"
+ANYBODY = "(one := self._find(chunk.request)) and one.at_worker and one"
 """The request of a chunk, under whatever assignment and from whatever worker the chunk came."""
 
 MUTATIONS = [
@@ -137,7 +137,7 @@ MUTATIONS = [
     ),
     _one(
         "let go of versions in use", PolicyVersions, "retire",
-        "{version for version, users in self._pinned.items() if users} | self._held", "self._held", "durable",
+        "{version for version, users in self._users.items() if users} | self._held", "self._held", "durable",
         answer=3.0,
     ),
     _one(
@@ -146,7 +146,7 @@ MUTATIONS = [
     ),
     _one(
         "leave a request with the worker that it is taken from", RolloutScheduler, "_abort",
-        "stay.worker.post(", "resume and stay.worker.post(", "given",
+        "assignment.worker.post(abort)", "resume and assignment.worker.post(abort)", "given",
     ),
     _one(
         "lose the offset of a chunk that moves", RolloutScheduler, "_requeue", "self.apply(inflight, event)",
@@ -176,7 +176,8 @@ MUTATIONS = [
         {"partners": 1.0, "restart_every": 15.0},
     ),
     _one(
-        "name a source that failed its receiver", WeightStore, "_reroute", "excluded=move.failed", "excluded=()",
+        "name a source that failed its receiver", WeightStore, "_reroute", "excluded={*move.failed, *besides}",
+        "excluded=set(besides)",
         "holders",
     ),
     _one(

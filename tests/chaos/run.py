@@ -34,6 +34,7 @@ from rookery.clock import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.fleet.events import WorkerEvent
+from rookery.controller.options import ControllerOptions
 from rookery.controller.rollout.rules import RolloutRules
 from rookery.errors import Conflict, StorageFull, Unavailable
 from rookery.protocol.connection import ConnectionClosed
@@ -232,8 +233,8 @@ class Run:
         controller = WatchedController(
             Store(self._database, self._writer), self.artifacts, self._settings, clock=VirtualClock(),
             ids=RandomIds(Random(f"{self.plan.seed} {self._lives}")), chat=chat_of,
-            check_environment=lambda id, options: None, provide=lambda model: None, jobs_folder=self._folder / "jobs",
-            rollout_rules=RolloutRules(rollout_chunk_tokens=2), orphan_keep_seconds=0,
+            check_environment=lambda id, options: None, jobs_folder=self._folder / "jobs",
+            options=ControllerOptions(rollout_rules=RolloutRules(rollout_chunk_tokens=2), orphan_keep_seconds=0),
         )  # fmt: skip
         self.requests = requests = Requests(controller, self.events, self.history.lasting)
         self.events.note("controller", "starts")
@@ -429,8 +430,8 @@ class Run:
         ]
         if left or holding or context.rooms.rollouts.waiting():
             self.events.fail("once", f"requests {left} are left, workers {holding} hold some", *left[:1])
-        if context.rooms.collector.pins:
-            self.events.fail("durable", f"artifacts {dict(context.rooms.collector.pins)} were never named")
+        if context.rooms.collector.references:
+            self.events.fail("durable", f"artifacts {dict(context.rooms.collector.references)} were never named")
 
     def _outcome(self) -> ChaosResult:
         counts, live = dict(sorted(self.events.counts.items())), self._controller

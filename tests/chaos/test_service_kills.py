@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.storage.test_standby import Serving
-from tests.support.faces import ScriptedWorker, job, tokenizer, write_model
+from tests.support.faces import ThreadedWorker, job, tokenizer, write_model
 from tests.support.timelines import Starts, check_same, starts_of_run
 from tests.support.waiting import until
 
@@ -39,7 +39,7 @@ def scripted_service(root: Path) -> Iterator[tuple[Serving, Client]]:
         service.until("Rookery serves")
         key, token = ((service.data / name).read_text().strip() for name in ("admin.key", "worker.token"))
         client = opened.enter_context(Client(service.url, key))
-        opened.enter_context(ScriptedWorker(service.url, token, tokenizer(root)))
+        opened.enter_context(ThreadedWorker(service.url, token, tokenizer(root)))
         yield service, client
 
 
@@ -114,7 +114,7 @@ def test_a_job_that_ends_the_service_is_held_and_others_resume(tmp_path: Path) -
             service.until("Rookery serves")
             key, token = ((service.data / name).read_text().strip() for name in ("admin.key", "worker.token"))
             client = opened.enter_context(Client(service.url, key))
-            opened.enter_context(ScriptedWorker(service.url, token, tokenizer(tmp_path)))
+            opened.enter_context(ThreadedWorker(service.url, token, tokenizer(tmp_path)))
             try:
                 if not ids:
                     ids = [client.submit(one).id for one in endless]

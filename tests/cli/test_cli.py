@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import itertools
 import json
 import os
 import re
@@ -11,16 +13,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib.metadata import requires
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+from unittest.mock import patch
 
 import httpx
 import psutil
 import pytest
 import yaml
 from tests.support import waiting
-from tests.support.faces import MODEL, ScriptedWorker, job, served, write_model
+from tests.support.commands import commands, options_of
+from tests.support.faces import MODEL, ThreadedWorker, job, served, write_model
 from tests.support.small_model import save_small_model
 from tests.support.traces import check
 
@@ -28,18 +33,19 @@ import rookery
 from rookery.cli import main
 from rookery.cli.doctor import EXTRAS, bf16_finding, kernels_finding
 from rookery.cli.options import check_child
-from rookery.client import Client
-from rookery.errors import NotFound, RookeryError, TooManyRequests, UserError
+from rookery.client import Client, Job, Record
+from rookery.errors import REFUSED_BY_DISK, NotFound, RookeryError, TooManyRequests, UserError
 from rookery.server.launcher import EmbeddedService
 from rookery.server.schemas import TenantLimits
 from rookery.settings import CLIENT_SETTINGS, Settings
+from rookery.storage.artifacts import Artifacts
 from rookery.storage.place import HOLD_SECONDS
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
     root = tmp_path_factory.mktemp("cli")
-    with served(root) as running, ScriptedWorker.of(running), Client(running.url, running.key) as client:
+    with served(root) as running, ThreadedWorker.of(running), Client(running.url, running.key) as client:
         waiting.until(lambda: any(worker["state"] == "serving" for worker in client.workers()))
         yield running
 
@@ -47,9 +53,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServic
 @pytest.fixture
 def here(service: EmbeddedService, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A working directory whose commands reach the service."""
-    monkeypatch.setenv("ROOKERY_URL", service.url)
-    monkeypatch.setenv("ROOKERY_DATA", str(service.settings.data))
-    monkeypatch.setenv("ROOKERY_CACHE", str(service.settings.cache))
+    settings = service.settings
+    reached = {"ROOKERY_URL": service.url, "ROOKERY_DATA": settings.data, "ROOKERY_CACHE": settings.cache}
+    for name, value in reached.items():
+        monkeypatch.setenv(name, str(value))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -59,17 +66,27 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A working directory with a prepared tiny model, where no service answers and none starts workers."""
     for name in [name for name in os.environ if name.startswith("ROOKERY_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("ROOKERY_WORKERS", "0")
-    monkeypatch.setenv("ROOKERY_PORT", "9")
-    monkeypatch.setenv("HOME", str(tmp_path))
+    cache, home = str(tmp_path / "cache"), str(tmp_path)
+    for name, value in {"ROOKERY_CACHE": cache, "ROOKERY_WORKERS": "0", "ROOKERY_PORT": "9", "HOME": home}.items():
+        monkeypatch.setenv(name, value)
     write_model(tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def call(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
+class Typed(io.StringIO):
+    """Lines that are typed at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def call(*arguments: object, stdin: str | TextIO | None = None, **variables: object) -> int:
+    """The exit code of a command with this standard input, and these variables beside those of the test."""
+    given = {name: str(value) for name, value in variables.items()}
+    with ExitStack() as around, patch.dict(os.environ, given), pytest.raises(SystemExit) as ended:
+        if stdin is not None:
+            around.enter_context(patch.object(sys, "stdin", io.StringIO(stdin) if isinstance(stdin, str) else stdin))
         main([str(argument) for argument in arguments])
     assert isinstance(ended.value.code, int)
     return ended.value.code
@@ -271,6 +288,15 @@ def test_run_waits_while_its_job_is_paused_by_its_owner(here: Path, service: Emb
     assert process.wait(60) == 3
 
 
+def test_a_job_whose_stream_begins_with_a_heartbeat_is_followed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a service that is busy."""
+    follow = Job.follow
+    first = [("heartbeat", Record())]
+    monkeypatch.setattr(Job, "follow", lambda one, after=-1: itertools.chain(first, follow(one, after)))
+    assert call("run", written(here, job(name="slow"))) == 0
+    assert call("jobs", "logs", "-f", "slow") == 0
+
+
 def test_events_are_shown_as_they_come(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", written(here, job(name="eventful", evaluation={"prompts": 2}))) == 0
     out = capsys.readouterr().out
@@ -296,20 +322,27 @@ def test_uploads_are_listed_and_deleted(
     assert capsys.readouterr().err == f"rookery: no upload {digest}\n"
 
 
-def test_secrets_are_set_from_standard_input_listed_and_deleted(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("very-secret\n"))
-    assert call("secrets", "set", "board") == 0
+def test_secrets_are_set_from_standard_input_listed_and_deleted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("secrets", "set", "board", stdin="very-secret\n") == 0
     assert call("secrets", "list") == 0
     assert call("secrets", "list", "--json") == 0
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
-    assert call("secrets", "set", "board") == 2
+    assert call("secrets", "set", "board", stdin="\n") == 2
     assert call("secrets", "delete", "board") == 0
     assert call("secrets", "delete", "board") == 2
     shown = capsys.readouterr()
     assert "board is set" in shown.out and "very-secret" not in shown.out + shown.err
     assert "rookery: no secret on standard input" in shown.err and "rookery: no secret 'board'" in shown.err
+
+
+@pytest.mark.parametrize("command", [("secrets", "set", "board"), ("chat", MODEL), ("chat", MODEL, "--json")])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_input_in_another_encoding_is_refused_in_one_line(
+    here: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...], encoding: str
+) -> None:
+    given = io.TextIOWrapper(io.BytesIO("Größe".encode("latin-1")), encoding=encoding)
+    assert call(*command, stdin=given) == 2
+    said = capsys.readouterr().err
+    assert said == "rookery: a text is not Unicode: it has bytes that are no UTF-8; give it in UTF-8\n"
 
 
 def test_a_job_is_written_for_tensorboard(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,7 +360,7 @@ def test_a_job_is_written_for_tensorboard(here: Path, capsys: pytest.CaptureFixt
 
 
 def test_chat_with_a_job_a_version_and_a_base_model(
-    here: Path, service: EmbeddedService, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, service: EmbeddedService, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Client(service.url, service.key) as client:
         talker = client.submit(job(name="talker", stop={"steps": 1}))
@@ -355,14 +388,10 @@ def test_chat_with_a_job_a_version_and_a_base_model(
         assert client.job("talker").id == talker.id
     assert call("chat", "talker", "-m", "2+2?", "--seed", 3, "--json") == 0
     assert json.loads(capsys.readouterr().out)["text"] == "five"
-    said = iter(["2+2?", "and now?", ""])
-    monkeypatch.setattr("sys.stdin", io.StringIO("2+2?\n"))
-    assert call("chat", "talker", "--seed", 2) == 0
+    assert call("chat", "talker", "--seed", 2, stdin="2+2?\n") == 0
     assert capsys.readouterr().out == "4\n", "piped input is one message"
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
-    assert call("chat", "talker", "--seed", 2) == 0
-    assert capsys.readouterr().out == "4\n4\n"
+    assert call("chat", "talker", "--seed", 2, stdin=Typed("2+2?\nand now?\n\n")) == 0
+    assert capsys.readouterr().out == "> 4\n> 4\n> "
     assert call("chat", "nobody", "-m", "hello") == 2
 
 
@@ -397,21 +426,17 @@ def test_models_and_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> No
      ("PLAN", "/no/plan.yaml")],
 )  # fmt: skip
 def test_doctor_finds_what_a_service_refuses(
-    alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str
+    alone: Path, capsys: pytest.CaptureFixture[str], name: str, value: str
 ) -> None:
-    monkeypatch.setenv(f"ROOKERY_{name}", value)
-    assert call("serve") == 2
+    assert call("serve", **{f"ROOKERY_{name}": value}) == 2
     refused = capsys.readouterr().err.strip().removeprefix("rookery: ")
-    assert call("doctor", "--json") == 1
+    assert call("doctor", "--json", **{f"ROOKERY_{name}": value}) == 1
     assert refused in [line["found"] for line in json.loads(capsys.readouterr().out)]
 
 
 @pytest.mark.heavy
-def test_models_exports_the_published_layout(
-    alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("ROOKERY_MODELS", str(save_small_model(alone / "small")))
-    assert call("models", "--export", "made") == 0
+def test_models_exports_the_published_layout(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("models", "--export", "made", ROOKERY_MODELS=save_small_model(alone / "small")) == 0
     assert "written to made" in capsys.readouterr().out
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (alone / "made").iterdir()}
     assert call("models", "--get", "./small", "--export", "made") == 2
@@ -425,11 +450,8 @@ def test_every_setting_that_a_command_asks_its_client_for_was_read() -> None:
     assert asked and asked - {"server", "base_url"} <= set(CLIENT_SETTINGS)
 
 
-def test_models_exports_the_first_of_the_setting(
-    alone: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ROOKERY_MODELS", "./absent, other")
-    assert call("models", "--export", "made") == 2
+def test_models_exports_the_first_of_the_setting(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("models", "--export", "made", ROOKERY_MODELS="./absent, other") == 2
     assert "./absent" in capsys.readouterr().err
 
 
@@ -469,9 +491,8 @@ def test_doctor_reports_a_driver_that_does_not_answer(
     hanging = here / "nvidia-smi"
     hanging.write_text("#!/bin/sh\nexec sleep 60\n")
     hanging.chmod(0o755)
-    monkeypatch.setenv("PATH", str(here), prepend=os.pathsep)
     monkeypatch.setattr("rookery.cli.doctor.GPU_SECONDS", 0.1)
-    assert call("doctor", "--json") in (0, 1)
+    assert call("doctor", "--json", PATH=f"{here}{os.pathsep}{os.environ['PATH']}") in (0, 1)
     found = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert "does not answer" in found["GPU"]["found"] and "service" in found
 
@@ -552,20 +573,16 @@ STANDING = {
 """Variables of a service that stands elsewhere."""
 
 
-def test_run_alone_uses_nothing_of_a_service_that_stands(
-    alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_alone_uses_nothing_of_a_service_that_stands(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(alone, job())
     before = sorted(alone.iterdir())
     variables = {f"ROOKERY_{name}": value for name, value in STANDING.items()}
     variables["ROOKERY_ARTIFACTS_URL"] = str(alone / "artifacts")
     settings = Settings.alone(variables, data=alone / "data")
     assert settings.flat() == Settings.load({}, data=alone / "data").flat()
-    for name, value in variables.items():
-        if name not in ("ROOKERY_TLS_CERT", "ROOKERY_CA_FILE"):  # the client of the default address reads these
-            monkeypatch.setenv(name, value)
-    monkeypatch.setenv("ROOKERY_HOST", "127.0.0.1")
-    assert call("run", path, "--dry-run", "--json") == 0
+    for name in ("ROOKERY_TLS_CERT", "ROOKERY_CA_FILE"):  # the client of the default address reads these
+        del variables[name]
+    assert call("run", path, "--dry-run", "--json", **{**variables, "ROOKERY_HOST": "127.0.0.1"}) == 0
     assert len(json.loads(capsys.readouterr().out)["prompts"]) == 3
     assert sorted(alone.iterdir()) == before
 
@@ -595,8 +612,14 @@ def test_start_of_a_service_in_this_process_ends_when_it_is_interrupted(alone: P
     assert time.monotonic() - began < HOLD_SECONDS / 2
 
 
-def started(alone: Path, *arguments: object) -> subprocess.Popen[str]:
-    """Starts a command with the default SIGINT handler, which a shell's background jobs do not have."""
+def started(alone: Path, *arguments: object, **variables: str) -> subprocess.Popen[str]:
+    """Starts a command, with these variables beside those of the test, and with the default handlers of SIGINT, which a
+    shell's background jobs do not have, and of SIGHUP, which ``nohup`` takes away."""
+
+    def restore() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+
     command = [sys.executable, "-m", "rookery.cli", *map(str, arguments)]
     return subprocess.Popen(
         command,
@@ -604,8 +627,8 @@ def started(alone: Path, *arguments: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ.copy(),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        env={**os.environ, **variables},
+        preexec_fn=restore,
     )
 
 
@@ -647,18 +670,15 @@ def test_interrupted_run_stops_cleanly_and_the_next_one_resumes(alone: Path) -> 
 
 
 @pytest.mark.heavy
-def test_run_of_an_edited_file_in_one_data_folder_is_refused(
-    alone: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ROOKERY_DATA", str(alone / "data"))
-    process = started(alone, "run", written(alone, job()), "--json")
+def test_run_of_an_edited_file_in_one_data_folder_is_refused(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    process = started(alone, "run", written(alone, job()), "--json", "--data", alone / "data")
     assert process.stdout is not None
     first = json.loads(process.stdout.readline())["job"]["id"]
     ended(process, signal.SIGINT)
-    assert call("run", written(alone, job(stop={"steps": 3}, seed=1))) == 2
+    assert call("run", written(alone, job(stop={"steps": 3}, seed=1)), "--data", alone / "data") == 2
     assert f"job sums ({first}) of this data folder" in (err := capsys.readouterr().err)
     assert "differs from the file in stop, seed; --new ends it" in err
-    process = started(alone, "run", written(alone, job()))
+    process = started(alone, "run", written(alone, job()), "--data", alone / "data")
     until(process, "stdout", f"continues job sums ({first}) at step 0")
     ended(process, signal.SIGINT)
 
@@ -676,10 +696,10 @@ def test_serve_stops_on_sigterm_and_when_its_terminal_closes(alone: Path, number
         assert {"time", "level", "room", "message"} <= json.loads(line).keys()
 
 
-def test_a_second_signal_ends_a_stop_that_waits(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_ends_a_stop_that_waits(alone: Path) -> None:
     """Its child takes no signal. Signals in the second after the first are copies of that, as a wrapper sends them."""
-    monkeypatch.setenv("ROOKERY_STOP_SECONDS", "120")
-    process = started(alone, "serve", "--port", 0, "--data", alone / "data", "--models", "")
+    serve = ("serve", "--port", 0, "--data", alone / "data", "--models", "")
+    process = started(alone, *serve, ROOKERY_STOP_SECONDS="120")
     until(process, "stderr", "offers")
     [host] = psutil.Process(process.pid).children()
     host.suspend()
@@ -705,6 +725,41 @@ def test_unusable_data_folder_is_refused_with_one_line(alone: Path, capsys: pyte
     assert "nonsense" in capsys.readouterr().err
 
 
+def test_a_start_that_can_succeed_later_is_no_refusal(
+    alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A unit that starts the service again after code 1 and not after code 2 survives a database that starts after it,
+    and a mistake does not restart for ever."""
+    start = ("serve", "--port", 0, "--data", alone / "data")
+    (alone / "no.db").write_text("no database at all")
+    for database, code in (("postgresql://rookery:secret@127.0.0.1:1/x", 1), (f"sqlite:///{alone}/no.db", 2)):
+        assert call(*start, ROOKERY_DATABASE=database) == code
+        said = capsys.readouterr().err
+        assert "rookery: the service cannot start: the database does not answer (" in said.splitlines()[-1], said
+        assert "Traceback" not in said and "secret" not in said
+    for number in (*REFUSED_BY_DISK, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN):
+
+        def unreadable(*arguments: object, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(Artifacts, "inspect", unreadable)
+        assert call(*start) == (2 if number in REFUSED_BY_DISK else 1)
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith("rookery: the artifacts cannot be read: ") and os.strerror(number) in said
+
+
+@pytest.mark.parametrize("space", ["\n", "\r", " \r\n"])
+def test_white_space_around_variables_of_options_means_nothing(
+    alone: Path, capsys: pytest.CaptureFixture[str], space: str
+) -> None:
+    """Of a file that was written on Windows."""
+    reached = {"ROOKERY_URL": f"http://127.0.0.1:9{space}", "ROOKERY_KEY": f"tml-x{space}"}
+    assert call("jobs", "list", **reached) == 1
+    assert "no Rookery service answers at http://127.0.0.1:9;" in capsys.readouterr().err
+    assert call("backup", alone / "backup", ROOKERY_DATA=f"{alone / 'data'}{space}", **reached) == 2
+    assert f"{alone / 'data'} has no database" in capsys.readouterr().err
+
+
 def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("explode") == 2
     assert call("jobs", "show") == 2
@@ -714,9 +769,7 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Exit codes" in capsys.readouterr().out
 
 
-def test_tenants_keys_and_costs(
-    here: Path, service: EmbeddedService, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tenants_keys_and_costs(here: Path, service: EmbeddedService, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("tenants", "add", "ada") == 0
     assert call("tenants", "key", "ada", "--expires", "soon") == 2 and "30d" in capsys.readouterr().err
     assert call("tenants", "key", "ada", "--role", "worker") == 2 and "administrator" in capsys.readouterr().err
@@ -726,13 +779,11 @@ def test_tenants_keys_and_costs(
     (row,) = json.loads(capsys.readouterr().out)
     assert row["label"] == "laptop" and row["revoked"] is None and key not in str(row)
     assert row["role"] == "tenant" and row["expires"] - row["created"] == 30 * 86400
-    with monkeypatch.context() as others:
-        others.setenv("ROOKERY_KEY", key)
-        assert call("jobs", "list") == 0
-        limit = ("tenants", "limit", "ada", "jobs=9")
-        for refused in (("tenants", "list"), ("costs",), ("tenants", "revoke", "ada", row["id"]), limit):
-            assert call(*refused) == 2
-        assert "administrator" in capsys.readouterr().err
+    assert call("jobs", "list", ROOKERY_KEY=key) == 0
+    limit = ("tenants", "limit", "ada", "jobs=9")
+    for refused in (("tenants", "list"), ("costs",), ("tenants", "revoke", "ada", row["id"]), limit):
+        assert call(*refused, ROOKERY_KEY=key) == 2
+    assert "administrator" in capsys.readouterr().err
     assert call("tenants", "limit", "ada", "jobs=3", "weight=2") == 0
     assert "ada: jobs 3*, waiting_jobs 1000, requests 4096, " in capsys.readouterr().out
     assert call("tenants", "list") == 0
@@ -751,9 +802,7 @@ def test_tenants_keys_and_costs(
         assert said in (told := capsys.readouterr().err) and told.count("\n") == 1
     assert call("tenants", "revoke", "ada", row["id"]) == 0
     assert f"key {row['id']} (laptop) is revoked" in capsys.readouterr().out
-    with monkeypatch.context() as others:
-        others.setenv("ROOKERY_KEY", key)
-        assert call("jobs", "list") == 2
+    assert call("jobs", "list", ROOKERY_KEY=key) == 2
     assert call("tenants", "keys", "ada") == 0 and call("tenants", "list") == 0 and call("costs") == 0
     said = capsys.readouterr().out
     assert "laptop" in said and "ada" in said and "idle" in said
@@ -768,6 +817,36 @@ def test_tenants_keys_and_costs(
     assert call("costs", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert "admin" in {row["name"] for row in told["tenants"]}
+
+
+def test_empty_lists_are_a_sentence_and_an_empty_document(
+    here: Path, service: EmbeddedService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Client(service.url, service.key) as admin:
+        admin.add_tenant("newcomer")
+        key = admin.add_key("newcomer").key
+    for command, line in (
+        ("jobs list", "no jobs yet; rookery run job.yaml submits one\n"),
+        ("uploads list", "no uploads yet; a job with a dataset or an adapter makes one\n"),
+        ("secrets list", "no secrets yet; rookery secrets set NAME stores one\n"),
+    ):
+        assert call(*command.split(), ROOKERY_KEY=key) == 0 and capsys.readouterr().out == line
+        assert call(*command.split(), "--json", ROOKERY_KEY=key) == 0 and capsys.readouterr().out == "[]\n"
+
+
+def test_help_flows_and_names_arguments_in_capitals() -> None:
+    for name, command in commands().items():
+        assert command.help and "``" not in command.help, name
+        assert not re.search(r"[^\n]\n[^\n]", command.help), f"{name}: a line is broken as in the source"
+        for given in command.params:
+            if given.param_type_name == "argument":
+                assert given.metavar and given.metavar == given.metavar.upper(), f"{name}: {given.name}"
+
+
+def test_every_command_that_prints_a_table_has_json() -> None:
+    """The long-running ones and those that act on files print lines."""
+    without = {name for name, command in commands().items() if "--json" not in options_of(command)}
+    assert without == {"demo", "serve", "worker", "backup", "restore"}
 
 
 def test_trace_is_written_to_a_file(here: Path, service: EmbeddedService, capsys: pytest.CaptureFixture[str]) -> None:
@@ -787,14 +866,6 @@ def test_trace_is_written_to_a_file(here: Path, service: EmbeddedService, capsys
         with pytest.raises(SystemExit) as end:
             main(["trace", *arguments])
         assert end.value.code == 2 and problem in capsys.readouterr().err
-
-
-def test_children_keep_the_docstrings_that_transformers_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell or an image may set PYTHONOPTIMIZE=2."""
-    monkeypatch.setenv("PYTHONOPTIMIZE", "2")
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert "PYTHONOPTIMIZE" not in os.environ
 
 
 def test_help_and_client_name_every_limit_of_a_tenant(capsys: pytest.CaptureFixture[str]) -> None:

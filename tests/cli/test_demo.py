@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.faces import MODEL, Reach, ScriptedWorker, served
+from tests.support.faces import MODEL, Reach, ThreadedWorker, served
 
 from rookery.cli.demo import HELD_OUT, Task, compare, view_of
 from rookery.client import Client, Job, Record
@@ -56,7 +56,7 @@ def test_task_is_learned_if_the_gain_is_significant_and_above_the_best_constant_
     assert compare(slow_clerk.TASK, [evaluation(before), evaluation(after)]).learned is learned
 
 
-def test_demo_waits_for_a_service_that_is_silent_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_waits_for_a_service_that_is_silent_for_a_while() -> None:
     class SilentJob(Job):
         asked = 0
 
@@ -70,11 +70,9 @@ def test_demo_waits_for_a_service_that_is_silent_for_a_while(monkeypatch: pytest
             shown: Record = record({"state": "running"})
             return shown
 
-    monkeypatch.setattr("rookery.cli.demo.REFRESH_SECONDS", 0.0)
-    assert view_of(SilentJob()).state == "running"
-    monkeypatch.setattr("rookery.cli.demo.PATIENCE_SECONDS", -1.0)
+    assert view_of(SilentJob(), pause=0.0).state == "running"
     with pytest.raises(Unavailable):
-        view_of(SilentJob())
+        view_of(SilentJob(), patience=-1.0)
 
 
 def test_a_task_of_the_user_runs_as_written(tmp_path: Path, reach: Reach, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +81,7 @@ def test_a_task_of_the_user_runs_as_written(tmp_path: Path, reach: Reach, capsys
     script.write_text(source.replace("smollm2-135m-instruct", MODEL))
     with served(tmp_path) as service:
         reach(service)
-        with ScriptedWorker.of(service):
+        with ThreadedWorker.of(service):
             runpy.run_path(str(script), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:24]] == [str(step) for step in range(1, 25)]

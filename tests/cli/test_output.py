@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -10,13 +11,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rookery.cli.output import show
+from rookery import cli
+from rookery.cli.output import print_json, show, visible
 
 CODE = """
 import sys
@@ -32,29 +35,34 @@ flush_output()
 """
 
 
-def written(monkeypatch: pytest.MonkeyPatch, encoding: str) -> bytes:
+def written(encoding: str, **variables: str) -> bytes:
     """The output of the code to a stream of this encoding that is no terminal."""
     stream = io.TextIOWrapper(content := io.BytesIO(), encoding=encoding)
-    with monkeypatch.context() as here:
-        here.setattr(sys, "stdout", stream)
+    with contextlib.redirect_stdout(stream), patch.dict(os.environ, variables):
         exec(CODE, {})
         return content.getvalue()
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252", "utf-8", "utf-16", "shift_jis"])
-def test_every_encoding_takes_every_text(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = written(monkeypatch, encoding).decode(encoding)
+def test_every_encoding_takes_every_text(encoding: str) -> None:
+    text = written(encoding).decode(encoding)
     assert json.loads(next(line for line in text.splitlines() if line.startswith("{"))) == {"text": "né ▁ 数"}
     assert "job-1" in text
     shown = {"latin-1": "0.5 ± 0.1 18 -> né ?", "ascii": "0.5 +/- 0.1 18 -> n? ?", "utf-8": "0.5 ± 0.1 ▁█ → né 数"}
     assert shown.get(encoding, "0.5 ") in text
 
 
+@pytest.mark.parametrize("letter", ["\x1b", "\x07", "\x7f", "\x80", "\x9b", "\x9f", "\u2028", "\u202e", "\u2069"])
+def test_json_has_no_control_characters(letter: str, capsys: pytest.CaptureFixture[str]) -> None:
+    value = {letter: f"é{letter}[31m"}
+    print_json(value)
+    line = capsys.readouterr().out.removesuffix("\n")
+    assert json.loads(line) == value and visible(line) == line
+
+
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"])
-def test_a_pipe_gets_no_cursor_codes_on_any_platform(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    text = written(monkeypatch, "utf-8")
+def test_a_pipe_gets_no_cursor_codes_on_any_platform(variable: str) -> None:
+    text = written("utf-8", **{variable: "1", "TERM": "xterm-256color"})
     assert b"terminal False 160" in text
     assert b"\x1b[?25" not in text and b"\x1b[2K" not in text
 
@@ -69,6 +77,19 @@ def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
     done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "later").read_text(encoding="utf-8") == ""
+
+
+def test_an_internal_error_shows_no_control_characters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*given: object, **named: object) -> None:
+        raise AttributeError("no 'name' here; there is \x1b]0;x\x07\x9b31m")
+
+    monkeypatch.setattr(cli, "app", fails)
+    with pytest.raises(SystemExit):
+        cli.main([])
+    line = capsys.readouterr().err.removesuffix("\n")
+    assert "internal error: AttributeError: no 'name' here" in line and visible(line) == line
 
 
 def main_with(arguments: str, redirect: str) -> subprocess.CompletedProcess[bytes]:
@@ -92,7 +113,22 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert done.stderr == b"" and done.returncode in (0, 1)
 
 
-@pytest.mark.parametrize("odd", ["\x1b[31m", "\x1b]0;title\x07", "\x9b2J", "\r", "\x08", "\x00"])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "\x1b[31m",
+        "\x1b]0;title\x07",
+        "\x9b2J",
+        "\r",
+        "\x08",
+        "\x00",
+        "\x85",
+        "\u2028",
+        "\u2029",
+        *"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069",
+    ],
+    ids=ascii,
+)
 @pytest.mark.parametrize("within", [str, Text, lambda text: rows_of(text)], ids=["line", "Text", "table"])
 def test_foreign_text_never_moves_the_cursor(
     odd: str, within: Callable[[str], RenderableType], capsys: pytest.CaptureFixture[str]
@@ -100,6 +136,14 @@ def test_foreign_text_never_moves_the_cursor(
     show(within(f"be{odd}fore"))
     printed = capsys.readouterr().out
     assert printed.strip() and all(letter == "\n" or letter.isprintable() for letter in printed), repr(printed)
+
+
+@pytest.mark.parametrize(
+    "text", ["👩\u200d💻", "می\u200cخواهم", "שלום\u200f!", "a\u00a0b", "soft\u00adhyphen", "né\t数"]
+)
+def test_letters_that_a_script_needs_are_printed(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    show(text)
+    assert capsys.readouterr().out.replace("\t", " ").split() == text.replace("\t", " ").split()
 
 
 def rows_of(text: str) -> Table:

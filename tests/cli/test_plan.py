@@ -7,19 +7,24 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
+import typer
 import yaml
 from tests.scheduling.test_plan import machine
 from tests.support.small_model import save_small_model
 
-from rookery.cli import main
-from rookery.cli.plan import UNMEASURED, add_entry, demands_of
+from rookery.cli import app, main
+from rookery.cli.plan import MEASURED_SLOWER, UNMEASURED, add_entry, command, demands_of
 from rookery.errors import UserError
-from rookery.scheduling.plan.predict import devices_of, predict
+from rookery.scheduling.plan.predict import devices_of, plan_of, predict
 from rookery.spec.fleet import FleetSpec, read_fleet, read_plan
 from rookery.spec.parsing import parse_job
+from rookery.worker.memory import divide
+from rookery.worker.profile import shares
+from rookery.worker.trainer.optim import PolicyState
 
 JOB = {
     "name": "sums", "base_model": "smollm2-135m-instruct", "environment": {"id": "calculator"},
@@ -49,7 +54,8 @@ def test_plan_prints_roles_and_writes_a_file_that_the_service_reads(
     out = tmp_path / "plan.yaml"
     assert code(["plan", "--workers", fleet, "--jobs", job, "--jobs", job, "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    assert "s predicted" in text and "One more slow" in text and "rookery worker --connect URL --name fast-0" in text
+    assert "times as long as predicted" in text and "One more slow" in text
+    assert "rookery worker --connect URL --name fast-0" in text
     assert "--roles" not in text, "the service that has the plan gives the roles"
     plan = read_plan(out)
     assert {worker.name for worker in plan.workers} <= {"slow-0", "slow-1", "fast-0"}
@@ -79,8 +85,36 @@ def test_plan_refuses_what_it_cannot_plan_in_one_line(
     only.write_text(json.dumps({"machines": [*json.loads(only.read_text())["machines"], small]}))
     assert code(["plan", "--workers", str(only), "--jobs", job]) == 2
     assert "desk-0 has no memory" in capsys.readouterr().err
+    slow = {**small, "decode": [[1, 1e18]], "memory": None}
+    only.write_text(json.dumps({"machines": [slow]}))
+    assert code(["plan", "--workers", str(only), "--jobs", job]) == 2
+    assert "no plan can run these jobs: a step would take 6.4e+19 s" in capsys.readouterr().err
     assert code(["plan", "--workers", str(tmp_path / "none.yaml"), "--jobs", job]) == 2
     assert "give the path of a fleet file" in capsys.readouterr().err
+
+
+def test_numbers_of_every_command_are_finite() -> None:
+    """No bound of an option refuses ``nan``, and few refuse ``inf``."""
+    apps, seen = [app, *(group.typer_instance for group in app.registered_groups)], list[str]()
+    for registered in (each for one in apps if one is not None for each in one.registered_commands):
+        assert registered.callback is not None
+        for name, annotation in get_type_hints(registered.callback, include_extras=True).items():
+            kind, *options = get_args(annotation) or [annotation]
+            if float in (kind, *get_args(kind)):
+                seen.append(f"{registered.name} {name}")
+                [option] = options
+                for given in (math.nan, math.inf, -math.inf):
+                    with pytest.raises(typer.BadParameter):
+                        option.callback(given)
+    assert {"plan sigma", "simulate notice", "worker price", "chat temperature"} <= {*seen}
+
+
+@pytest.mark.parametrize("options", [["--sigma", "nan"], ["--reply-tokens", "inf"], ["--prompt-tokens", "9" * 30]])
+def test_plan_refuses_options_that_are_no_usable_numbers(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    assert code(["plan", "--workers", files[0], "--jobs", files[1], *options]) == 2
+    assert f"Invalid value for '{options[0]}'" in capsys.readouterr().err
 
 
 def test_a_job_that_samples_nothing_has_no_plan() -> None:
@@ -122,6 +156,40 @@ def test_memory_and_transfers_of_a_plan_grow_with_the_rank() -> None:
     assert seconds[0] < seconds[1] < math.inf and seconds[2] == seconds[3] == math.inf
 
 
+@pytest.mark.parametrize("rank", [16, 64, 256])
+def test_states_of_a_measured_machine_fit_the_share_that_its_worker_has_for_them(rank: int) -> None:
+    numbers = 4_884_480  # of an adapter of rank 16
+    sizes = {"adapter_bytes": 4 * numbers, "state_bytes": 8 * numbers}
+    state = PolicyState.bytes_for(numbers, torch.bfloat16)
+    budget = divide(8 << 30, 1 << 30, "cpu")
+    memory = shares(budget, 100_000, 512, state)
+    fleet = FleetSpec(machines=[machine("m", memory=memory, cache_tokens=100_000, **sizes)])
+    [demand] = demands_of(parse_job(JOB | {"policies": {"main": {"rank": rank}}}), None, 0.6, 64, 0.0)
+    fitting = int((budget.training_states - 12 * numbers * rank // 16) // (state * rank // 16))
+    assert bool(fitting) == (rank < 256)
+    for count, fits in (*[(fitting, True)] * bool(fitting), (fitting + 1, False), (64, False)):
+        demands = [demand.model_copy(update={"name": f"job-{i}"}) for i in range(count)]
+        found = predict(fleet, devices_of(fleet), demands, ["both"])
+        assert math.isfinite(found.seconds) == fits and ("no memory" in found.problem) != fits
+        if fits:
+            assert found.uses[0].rows == fleet.machines[0].rows, "states take nothing from the cache's share"
+
+
+def test_commands_set_the_slices_with_which_a_machine_was_measured() -> None:
+    for tokens, begins in ((512, "rookery worker "), (256, "ROOKERY_SLICE_TOKENS=256 rookery worker ")):
+        fleet = FleetSpec(machines=[machine("m", train_slice=tokens)])
+        devices, [demand] = devices_of(fleet), demands_of(parse_job(JOB), None, 0.6, 64, 0.0)
+        plan = plan_of(fleet, devices, [demand], predict(fleet, devices, [demand], ["both"]))
+        assert command(plan.workers[0], plan, followed=True).startswith(begins)
+
+
+def test_the_interval_of_a_prediction_covers_the_measured_plans() -> None:
+    rows = json.loads((Path(__file__).parents[2] / "benchmarks/results/plan_measured.json").read_text())["rows"]
+    [errors] = [row["values"] for row in rows if row["what"].startswith("error of the predicted")]
+    low, high = MEASURED_SLOWER
+    assert all(low <= 1 / (1 - error) <= high for error in errors), "all were slower than predicted"
+
+
 def test_an_entry_is_added_to_a_fleet_file_and_replaced(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     for decode in (1.0, 2.0):
@@ -145,9 +213,9 @@ def test_a_second_measurement_keeps_the_fields_that_were_added_by_hand(
     measured = {field: getattr(machine("spot", 3.0), field) for field in UNMEASURED}
     runs = list[list[str]]()
 
-    def measure(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def measure(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
         runs.append(command)
-        return subprocess.CompletedProcess(command, 0, stdout=json.dumps({"name": "spot", **measured}))
+        return subprocess.CompletedProcess(command, 0, stdout=json.dumps({"name": "spot", **measured}).encode())
 
     monkeypatch.setattr(subprocess, "run", measure)
     profile = ["profile", "--name", "spot", "--out", str(path), "--model", "Qwen/Qwen3-0.6B"]
@@ -230,6 +298,10 @@ def test_profile_measures_this_machine(
     assert code(command) == 0
     (measured,) = read_fleet(out).machines
     assert measured.name == "here" and measured.train_token > 0 and measured.adapter_bytes > 0
+    memory = measured.memory
+    assert memory is not None and memory.states and memory.state and memory.total > memory.base > 0
+    assert memory.state > measured.state_bytes, "a gradient and the copies that compute as well"
+    assert 0.25 < memory.cache_token * measured.cache_tokens / (memory.total - memory.base) < 0.35
     rows = [rows for rows, _ in measured.decode]
     assert rows == sorted(rows) and len(rows) >= 3
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.support.faces import Reach, ScriptedWorker, job, served
+from tests.support.faces import Reach, ThreadedWorker, job, served
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
@@ -26,7 +26,7 @@ NAMES = ("alpha", "beta", "gamma")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
     with (
         served(tmp_path_factory.mktemp("top")) as running,
-        ScriptedWorker.of(running),
+        ThreadedWorker.of(running),
         Client(running.url, running.key) as client,
     ):
         for steps, name in enumerate(NAMES, 2):

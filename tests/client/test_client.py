@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.faces import MODEL, Reach, ScriptedWorker, adapter_files, job, served
+from tests.support.faces import MODEL, Reach, ThreadedWorker, adapter_files, job, served
 from tests.support.waiting import until
 
 import rookery
 from rookery.client import Client, Job, JobTimeout, Record, RequestRefused
 from rookery.client.client import pieces
-from rookery.client.connection import ConnectionBroken, HttpConnection
+from rookery.client.connection import ConnectionBroken, HttpConnection, WaitingClock
 from rookery.client.job import RECONNECT_SECONDS
 from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable, UserError
 from rookery.server.launcher import EmbeddedService
@@ -47,7 +47,7 @@ class Adder(rookery.Environment):
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
     root = tmp_path_factory.mktemp("client")
-    with served(root) as running, ScriptedWorker.of(running):
+    with served(root) as running, ThreadedWorker.of(running):
         yield running
 
 
@@ -383,7 +383,20 @@ def test_key_that_is_not_a_valid_header_is_refused_and_not_shown(service: Embedd
             assert service.key not in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_following_continues_after_every_answer_of_an_absent_service(monkeypatch: pytest.MonkeyPatch) -> None:
+class Clock(WaitingClock):
+    """Time that passes while a client sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_following_continues_after_every_answer_of_an_absent_service() -> None:
     """Of a standby, a service without its database, a limit of requests, and a load balancer, in any order."""
     json, html, events = "application/json", "text/html", "text/event-stream"
     answers = [
@@ -410,33 +423,19 @@ def test_following_continues_after_every_answer_of_an_absent_service(monkeypatch
         def log_message(self, *about: object) -> None:
             pass
 
-    monkeypatch.setattr("rookery.client.job.RETRY_SECONDS", 0.0)
     with HTTPServer(("127.0.0.1", 0), Away) as server:
         threading.Thread(target=lambda: [server.handle_request() for _ in answers], daemon=True).start()
-        connection = HttpConnection(f"http://127.0.0.1:{server.server_port}", None)
+        connection = HttpConnection(f"http://127.0.0.1:{server.server_port}", None, clock=Clock())
         seen = [kind for kind, _ in Job(connection, "job-1", "sums").follow()]
         connection.close()
     assert seen == ["job", "end"] and not left
 
 
-class Clock:
-    """The time of a client, which passes while it sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 class Away(HttpConnection):
     """A connection whose streams answer as ``streams`` says, one after the other; after the last one none answers."""
 
-    def __init__(self, *streams: Iterator[tuple[str, Record]]) -> None:
-        super().__init__("http://127.0.0.1:1", None)
+    def __init__(self, clock: Clock, *streams: Iterator[tuple[str, Record]]) -> None:
+        super().__init__("http://127.0.0.1:1", None, clock=clock)
         self.streams, self.attempts = [*streams], 0
 
     def stream(self, path: str, method: str = "GET", **request: Any) -> Iterator[tuple[str, Record]]:
@@ -456,11 +455,9 @@ def cut(*events: tuple[str, Record]) -> Iterator[tuple[str, Record]]:
     raise Unavailable("the connection broke")
 
 
-def test_the_time_that_a_caller_works_on_a_row_is_no_absence_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("rookery.client.job.time", clock)
-    end = ("end", Record(state="completed"))
-    connection = Away(cut(row(1)), cut(row(2)), iter([row(3)]), iter([end]))
+def test_the_time_that_a_caller_works_on_a_row_is_no_absence_of_the_service() -> None:
+    clock, end = Clock(), ("end", Record(state="completed"))
+    connection = Away(clock, cut(row(1)), cut(row(2)), iter([row(3)]), iter([end]))
     seen = []
     for step in Job(connection, "job-1", "sums").metrics():
         seen.append(step.step)
@@ -468,11 +465,10 @@ def test_the_time_that_a_caller_works_on_a_row_is_no_absence_of_the_service(monk
     assert seen == [1, 2, 3] and connection.attempts == 4
 
 
-def test_a_service_that_stays_away_ends_following(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_stays_away_ends_following() -> None:
     """Also one whose streams end at once without an event."""
     clock = Clock()
-    monkeypatch.setattr("rookery.client.job.time", clock)
-    for connection in (Away(), Away(*(iter(()) for _ in range(1000)))):
+    for connection in (Away(clock), Away(clock, *(iter(()) for _ in range(1000)))):
         began = clock.now
         with pytest.raises(Unavailable):
             list(Job(connection, "job-1", "sums").follow())
@@ -480,9 +476,9 @@ def test_a_service_that_stays_away_ends_following(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("timeout", [0, 5, 100])
-def test_waiting_ends_in_time_while_the_service_is_away(monkeypatch: pytest.MonkeyPatch, timeout: float) -> None:
-    clock, connection = Clock(), Away()
-    monkeypatch.setattr("rookery.client.job.time", clock)
+def test_waiting_ends_in_time_while_the_service_is_away(timeout: float) -> None:
+    clock = Clock()
+    connection = Away(clock)
     with pytest.raises(JobTimeout, match=f"after {timeout} s: no Rookery service answers"):
         Job(connection, "job-1", "sums").wait(timeout)
     assert clock.now == 1000 + timeout and (timeout or connection.attempts == 1)
@@ -520,11 +516,10 @@ def test_following_names_its_last_row_and_reports_a_rollback(tmp_path: Path, mon
         written.append((step, restart))
         return b""
 
-    monkeypatch.setattr("rookery.client.job.RETRY_SECONDS", 0.0)
     monkeypatch.setattr("rookery.client.job.event", written_event)
     with HTTPServer(("127.0.0.1", 0), Rolling) as server:
         threading.Thread(target=lambda: [server.handle_request() for _ in range(5)], daemon=True).start()
-        connection = HttpConnection(f"http://127.0.0.1:{server.server_port}", None)
+        connection = HttpConnection(f"http://127.0.0.1:{server.server_port}", None, clock=Clock())
         Job(connection, "job-1", "sums").write_tensorboard(tmp_path, follow=True)
         connection.close()
     assert asked == [("after=-1", None), ("after=3", "3@3.5"), ("after=2", "2@4.5")]
@@ -547,7 +542,7 @@ def test_following_resumes_after_the_service_restarts(tmp_path: Path) -> None:
         reader = threading.Thread(target=follow)
         reader.start()
         assert begun.wait(30)
-    with served(tmp_path, port=port) as second, ScriptedWorker.of(second):
+    with served(tmp_path, port=port) as second, ThreadedWorker.of(second):
         reader.join(60)
         assert not reader.is_alive()
     client.close()

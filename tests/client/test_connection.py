@@ -15,22 +15,24 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from os import _exit as leave
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 import pytest
-from tests.support.faces import MODEL, ScriptedWorker, job, served
+from tests.support import waiting
+from tests.support.faces import MODEL, ThreadedWorker, job, served
 
 from rookery.cli import main
 from rookery.client import Client, Job
 from rookery.client import connection as limits
-from rookery.errors import Unauthorized, Unavailable, UserError
+from rookery.errors import TooManyRequests, Unauthorized, Unavailable, UserError
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import MAY_BE_EMPTY, SECTION_OF, Settings
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
-    with served(tmp_path_factory.mktemp("connection")) as running, ScriptedWorker.of(running):
+    with served(tmp_path_factory.mktemp("connection")) as running, ThreadedWorker.of(running):
         yield running
 
 
@@ -52,6 +54,45 @@ class Echo(BaseHTTPRequestHandler):
 
     def log_message(self, *about: object) -> None:
         pass
+
+
+class Busy(Echo):
+    """Refuses requests until ``left`` is used up, and names a wait."""
+
+    left, wait = 0, "0"
+
+    def do_GET(self) -> None:
+        if not Busy.left:
+            super().do_GET()
+            return
+        Busy.left -= 1
+        self.send_response(429)
+        self.send_header("Retry-After", Busy.wait)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def do_POST(self) -> None:
+        self.do_GET()
+
+
+@pytest.mark.parametrize(
+    ("method", "refusals", "wait", "asked"),
+    [("GET", 4, "0", 4), ("GET", 9, "0", 5), ("GET", 9, "60", 1), ("POST", 9, "0", 1)],
+)
+def test_a_read_that_is_refused_for_a_moment_is_sent_again(method: str, refusals: int, wait: str, asked: int) -> None:
+    """A longer wait, and a change, are the caller's to repeat."""
+    Busy.left, Busy.wait = refusals, wait
+    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        connection = limits.HttpConnection(f"http://127.0.0.1:{server.server_address[1]}", "key")
+        try:
+            assert connection.call(method, "/path").path == "/path" and refusals < 5
+        except TooManyRequests:
+            assert refusals > 4
+        assert refusals - Busy.left == asked
+        connection.close()
+        server.shutdown()
 
 
 def misread(connection: limits.HttpConnection, number: int) -> int:
@@ -103,21 +144,18 @@ def test_clients_and_jobs_are_pickled_and_copied_as_their_address(service: Embed
 
 @pytest.mark.parametrize("blank", ["", " ", "\n"])
 def test_an_empty_key_or_address_is_a_mistake_wherever_it_is_given(
-    service: EmbeddedService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], blank: str
+    service: EmbeddedService, capsys: pytest.CaptureFixture[str], blank: str
 ) -> None:
     data = service.settings.data
     for given in ({"url": service.url, "key": blank}, {"url": blank, "key": service.key}):
         with pytest.raises(UserError, match=r"(key|url): it is empty"):
             Client(**given)
-    monkeypatch.setenv("ROOKERY_DATA", str(data))
-    monkeypatch.setenv("ROOKERY_URL", service.url)
+    variables = {"ROOKERY_DATA": str(data), "ROOKERY_URL": service.url}
     for name in ("ROOKERY_KEY", "ROOKERY_URL", "ROOKERY_DATA"):
-        with monkeypatch.context() as here:
-            here.setenv(name, blank)
-            with pytest.raises(SystemExit) as ended:
-                main(["jobs", "list"])
-            assert ended.value.code == 2
-            assert f"setting {name}: it is empty" in capsys.readouterr().err
+        with patch.dict(os.environ, {**variables, name: blank}), pytest.raises(SystemExit) as ended:
+            main(["jobs", "list"])
+        assert ended.value.code == 2
+        assert f"setting {name}: it is empty" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main(["jobs", "list", "--key", blank])
     assert ended.value.code == 2 and "ROOKERY_KEY" in capsys.readouterr().err
@@ -135,24 +173,23 @@ def test_no_text_setting_may_be_empty_unless_that_is_a_choice() -> None:
     assert {*MAY_BE_EMPTY} <= {*SECTION_OF}
 
 
-def test_a_wrong_key_is_named_with_its_source(
-    service: EmbeddedService, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_wrong_key_is_named_with_its_source(service: EmbeddedService, tmp_path: Path) -> None:
     with Client(service.url, service.key) as admin:
         admin.add_tenant("grace")
-        revoked, expired = admin.add_key("grace", "old").key, admin.add_key("grace", lifetime_seconds=0.01).key
+        revoked, expires = admin.add_key("grace", "old").key, admin.add_key("grace", lifetime_seconds=0.01)
         (row,) = [row for row in admin.keys("grace") if row.label == "old"]
         admin.revoke_key("grace", row.id)
-    time.sleep(0.05)
-    wrong = {revoked: "the API key 'old' was revoked", expired: "the API key expired on", "tml-x": "is unknown"}
+    waiting.until(lambda: time.time() > expires.expires)
+    wrong = {revoked: "the API key 'old' was revoked", expires.key: "the API key expired on", "tml-x": "is unknown"}
     for key, said in wrong.items():
         with Client(service.url, key) as client, pytest.raises(Unauthorized, match=f"{said}.*the argument key"):
             client.views()
-        monkeypatch.setenv("ROOKERY_KEY", key)
-        with Client(service.url) as client, pytest.raises(Unauthorized, match=f"{said}.*ROOKERY_KEY") as caught:
+        with (
+            patch.dict(os.environ, ROOKERY_KEY=key), Client(service.url) as client,
+            pytest.raises(Unauthorized, match=f"{said}.*ROOKERY_KEY") as caught,
+        ):  # fmt: skip
             list(client.stream(MODEL, "hello"))
         assert key not in str(caught.value)
-    monkeypatch.delenv("ROOKERY_KEY")
     (tmp_path / "admin.key").write_text("tml-of-another-service\n")
     other = Client(settings=Settings.load({}, url=service.url, data=tmp_path))
     with other as client, pytest.raises(Unauthorized, match=r"admin\.key"):
@@ -190,9 +227,8 @@ def test_a_silent_service_holds_a_list_for_the_time_limit_of_a_list(
             with pytest.raises(Unavailable, match=r"within 0\.2 s"):
                 ask()
     monkeypatch.setattr("rookery.cli.doctor.SERVICE_SECONDS", 0.2)
-    monkeypatch.setenv("ROOKERY_URL", silent)
-    monkeypatch.setenv("ROOKERY_KEY", "tml-x")
-    with pytest.raises(SystemExit) as ended:
+    variables = {"ROOKERY_URL": silent, "ROOKERY_KEY": "tml-x"}
+    with patch.dict(os.environ, variables), pytest.raises(SystemExit) as ended:
         main(["doctor", "--json"])
     assert ended.value.code in (0, 1)
     (found,) = [row for row in json.loads(capsys.readouterr().out) if row["what"] == "service"]
@@ -229,22 +265,19 @@ class Proxy(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_client_uses_the_proxy_of_its_address_and_none_for_this_machine(
-    service: EmbeddedService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_client_uses_the_proxy_of_its_address_and_none_for_this_machine(service: EmbeddedService) -> None:
     Proxy.seen = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setenv("NO_PROXY", "10.0.0.0/8,::1/128")
-        with Client(service.url, service.key) as client:
-            assert client.views() is not None and Proxy.seen == []
         named = service.url.replace("127.0.0.1", "0.0.0.0")  # this machine by an address that is not the loopback's
-        with Client(named, service.key) as client:
-            assert client.health() and Proxy.seen == [f"{named}/healthz"]
-        monkeypatch.setenv("NO_PROXY", "0.0.0.0/32,::1/128")
-        with Client(named, service.key) as client:
-            assert client.health() and len(Proxy.seen) == 1
+        with patch.dict(os.environ, http_proxy=f"http://127.0.0.1:{server.server_port}", NO_PROXY="10.0.0.0/8,::1/128"):
+            with Client(service.url, service.key) as client:
+                assert client.views() is not None and Proxy.seen == []
+            with Client(named, service.key) as client:
+                assert client.health() and Proxy.seen == [f"{named}/healthz"]
+            os.environ["NO_PROXY"] = "0.0.0.0/32,::1/128"
+            with Client(named, service.key) as client:
+                assert client.health() and len(Proxy.seen) == 1
         server.shutdown()
 
 

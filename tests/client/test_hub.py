@@ -13,14 +13,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import huggingface_hub.constants
 import pytest
 import yaml
-from tests.support.faces import MODEL, Reach, ScriptedWorker, job, served
+from tests.support.faces import MODEL, Reach, ThreadedWorker, job, served
 
 from rookery.cli import main
 from rookery.client import Client, Job
-from rookery.client.hub import CARD_ROWS, model_card
+from rookery.client.hub import CARD_ROWS, model_card, push_folder
 from rookery.errors import Unavailable, UserError
 from rookery.server.launcher import EmbeddedService
 
@@ -33,6 +34,9 @@ class Hub:
         self.token = "hf_secret"
         self.status = 0
         """The answer to everything, unless 0."""
+        self.silent = ""
+        """Part of the paths of requests that get no answer before ``ended``."""
+        self.ended = threading.Event()
         self.created: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
         self.large: dict[str, bytes] = {}
@@ -87,6 +91,10 @@ def stubbed() -> Iterator[Hub]:
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if hub.silent and hub.silent in self.path:
+                hub.ended.wait()
+                self.close_connection = True
+                return
             status, answer = hub.answer(self.command, self.path, self.headers, body)
             content = json.dumps(answer).encode()
             self.send_response(status)
@@ -107,6 +115,7 @@ def stubbed() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.ended.set()
         server.shutdown()
         server.server_close()
 
@@ -123,7 +132,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
-    with served(tmp_path_factory.mktemp("hub")) as service, ScriptedWorker.of(service):
+    with served(tmp_path_factory.mktemp("hub")) as service, ThreadedWorker.of(service):
         with Client(service.url, service.key) as client:
             spec = job(name="sums", evaluation={"prompts": 2})
             assert client.submit(spec).wait().state == "completed"
@@ -230,6 +239,21 @@ def test_hub_that_does_not_answer_is_one_line(service: EmbeddedService, hub: Hub
         patch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
         with Client(service.url, service.key) as client, pytest.raises(Unavailable, match="the Hub does not answer"):
             client.job("sums").adapter().push("acme/sums")
+
+
+@pytest.mark.parametrize("silent", ["/repos/create", "/preupload/", "/objects/batch", "/store/", "/commit/"])
+def test_a_hub_that_is_silent_is_given_up(hub: Hub, tmp_path: Path, silent: str) -> None:
+    """Wherever in a push that is. Without a limit it is waited for without end."""
+    hub.silent = silent
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (tmp_path / name).write_bytes(b"{}")
+    hooks = {kind: [*calls] for kind, calls in huggingface_hub.get_session().event_hooks.items()}
+    with pytest.raises(Unavailable, match=r"push: the Hub does not answer: .*(timed out|no answer within 2 x )"):
+        push_folder(
+            tmp_path, "acme/x", lambda repo: "---\nlibrary_name: peft\n---\n", token=hub.token, private=True,
+            message="x", endpoint=hub.url, silent_seconds=0.2,
+        )  # fmt: skip
+    assert huggingface_hub.get_session().event_hooks == hooks, "other uses of the client keep theirs"
 
 
 def test_card_of_a_long_job_is_short_and_its_texts_are_no_markup() -> None:

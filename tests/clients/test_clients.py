@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from openai import OpenAI
-from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
+from tests.support.faces import MODEL, ThreadedWorker, served, tokenizer
 from tests.support.small_model import save_small_model
 from tests.support.waiting import until
 from tokenizers import Tokenizer
@@ -27,7 +27,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 ANSWER = "The sum is 3."
 
 
-class AddingWorker(ScriptedWorker):
+class AddingWorker(ThreadedWorker):
     """Calls ``add`` where the conversation has no result yet, then says the sum."""
 
     def __init__(self, url: str, token: str, words: Tokenizer) -> None:

@@ -23,13 +23,15 @@ from unittest.mock import AsyncMock, Mock
 import psutil
 import pytest
 from tests.support import waiting
+from tests.support.peers import PATIENCE, settle
 from tests.support.processes import runs
 
-from rookery.cluster import local, ray, supervisor
+from rookery.cluster import ray
 from rookery.cluster.base import PRELOAD, environment_host, preloaded
 from rookery.cluster.local import ProcessCluster, local_workers
-from rookery.cluster.supervisor import NODE_LOST, Child, Supervisor, spawn_process
+from rookery.cluster.supervisor import LOG_BYTES, NODE_LOST, Child, Supervisor, spawn_process
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
+from rookery.server.launcher import SETTING_CHECKS
 from rookery.settings import Settings
 
 
@@ -38,6 +40,8 @@ def child(folder: Path, name: str, code: str) -> Child:
     (folder / f"{name}.py").write_text(textwrap.dedent(code))
     return Child(name, [name], {**os.environ, "PYTHONPATH": str(folder)})
 
+
+NO_PAUSES = (0.01, 0.01)
 
 FAITHFUL = "import sys; print('up', flush=True); sys.stdin.read()"
 STUBBORN = """
@@ -100,8 +104,7 @@ async def test_child_whose_log_folder_was_deleted_is_restarted(tmp_path: Path) -
     assert one.state == "stopped"
 
 
-async def test_large_log_is_rotated_and_one_old_log_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rookery.cluster.supervisor.LOG_BYTES", 1000)
+async def test_large_log_is_rotated_and_one_old_log_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "faithful.log"
     for life in range(3):
         processes = Supervisor([child(tmp_path, "faithful", FAITHFUL)], tmp_path / "logs", stop_seconds=30)
@@ -109,9 +112,9 @@ async def test_large_log_is_rotated_and_one_old_log_is_kept(tmp_path: Path, monk
         await until(lambda: content(path) == "up\n")
         await processes.stop()
         with path.open("a") as file:
-            file.write(f"life {life} " + "x" * 1000)
+            file.write(f"life {life} " + "x" * LOG_BYTES)
     old = path.with_name("faithful.log.1").read_text()
-    assert "life 1" in old and "life 0" not in old
+    assert old.count("life") == old.count("life 1 ") == 1
     assert sorted(p.name for p in path.parent.iterdir()) == ["faithful.log", "faithful.log.1"]
 
 
@@ -165,7 +168,7 @@ async def test_stop_kills_a_child_that_ignores_sigterm_or_is_stopped(tmp_path: P
 async def test_stop_right_after_start_leaves_no_process(tmp_path: Path) -> None:
     processes = Supervisor([child(tmp_path, "faithful", FAITHFUL)], tmp_path / "logs", stop_seconds=30)
     await processes.start()
-    await asyncio.sleep(0)
+    await settle(1)
     await processes.stop()
     assert processes.children[0].state == "stopped"
     assert not psutil.Process().children()
@@ -181,18 +184,21 @@ async def test_child_that_refuses_to_start_is_not_restarted_and_its_last_line_is
     await processes.stop()
 
 
-async def test_a_child_that_always_ends_in_the_same_way_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_child_that_always_ends_in_the_same_way_is_reported(tmp_path: Path) -> None:
     """Whatever numbers are in its last line; a child that is killed from outside is not."""
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.01)
     same = """
         import os
         print(f"2026-01-01 10:00:00,000 ERROR rookery.worker: no kernel at {os.getpid()}", flush=True)
         raise SystemExit(1)
     """
-    changing = "import random; print('abcdefgh'[random.randrange(8)] * random.randrange(30)); raise SystemExit(1)"
+    changing = f"""
+        from pathlib import Path
+        lives = Path({str(tmp_path)!r}) / "lives"
+        print("x" * (1 + lives.stat().st_size if lives.exists() else 1))
+        with lives.open("a") as file:
+            file.write("x")
+        raise SystemExit(1)
+    """
     killed = "import os; os.kill(os.getpid(), 9)"
     reports: list[tuple[str, str]] = []
     processes = Supervisor(
@@ -200,6 +206,7 @@ async def test_a_child_that_always_ends_in_the_same_way_is_reported(
         tmp_path / "logs",
         5,
         failed=lambda one, reason: reports.append((one.name, reason)),
+        pauses=NO_PAUSES,
     )
     await processes.start()
     await until(lambda: all(one.restarts > 4 for one in processes.children))
@@ -255,12 +262,11 @@ async def test_a_child_is_kept_after_any_error_of_its_start(tmp_path: Path, fail
     await kept.stop()
 
 
-async def test_a_host_that_refused_is_reported_and_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local, "HOST_RETRY_SECONDS", 0.01)
+async def test_a_host_that_refused_is_reported_and_started_again(tmp_path: Path) -> None:
     reasons, codes = list[str](), [EXIT_REFUSED, EXIT_REFUSED, None]
-    cluster = ProcessCluster(Settings(data=tmp_path), "http://127.0.0.1:1", "token", host_failed=reasons.append)
+    cluster = ProcessCluster(
+        Settings(data=tmp_path), "http://127.0.0.1:1", "token", host_failed=reasons.append, host_retry_seconds=0.01
+    )
 
     async def spawn(child: Child, log: Path) -> Ended:
         return Ended(codes.pop(0))
@@ -290,7 +296,7 @@ def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
             while not all(child.pid for child in children):
                 await asyncio.sleep(0.01)
             print(*[child.pid for child in children], flush=True)
-            await asyncio.sleep(600)
+            await asyncio.Event().wait()
 
         asyncio.run(main())
     """
@@ -528,25 +534,32 @@ class Ended:
 class StubbedRay:
     """The calls of Ray that :class:`~rookery.cluster.ray.RayActors` makes outside of its actors."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.found = [{"NodeID": "head", "NodeManagerAddress": "1.1.1.1", "Alive": True, "Labels": {}, "Resources": {}}]
+        self.draining: Callable[[], set[str]] = set
         groups = Mock(placement_group=Mock(return_value=None))
-        monkeypatch.setitem(sys.modules, "ray", Mock(nodes=lambda: self.found))
-        monkeypatch.setitem(sys.modules, "ray.util", Mock())
-        monkeypatch.setitem(sys.modules, "ray.util.placement_group", groups)
-        monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", Mock())
-        monkeypatch.setattr(ray, "draining_nodes", set)
-        monkeypatch.setattr(ray, "scale_to", lambda wanted: None)
-        monkeypatch.setattr(ray, "DRAIN_LOOK_SECONDS", 0.01)
+        self.modules = {
+            "ray": Mock(nodes=lambda: self.found), "ray.util": Mock(), "ray.util.placement_group": groups,
+            "ray.util.scheduling_strategies": Mock(),
+        }  # fmt: skip
 
 
-async def test_a_worker_that_refuses_on_its_node_ends_no_other_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stub, refusing, started = StubbedRay(monkeypatch), {"spot-1"}, list[tuple[str, Ended]]()
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> StubbedRay:
+    """In place of Ray."""
+    stub = StubbedRay()
+    for name, module in stub.modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(ray, "draining_nodes", lambda: stub.draining())
+    monkeypatch.setattr(ray, "scale_to", lambda wanted: None)
+    return stub
+
+
+async def test_a_worker_that_refuses_on_its_node_ends_no_other_one(tmp_path: Path, stub: StubbedRay) -> None:
+    refusing, started = {"spot-1"}, list[tuple[str, Ended]]()
     settings = Settings.load({}, data=tmp_path, cache=tmp_path, ray_gpus=0)
     reserved, spot = [Child(f"reserved-{i}", [], {}) for i in (1, 2)], [Child(f"spot-{i}", [], {}) for i in (1, 2)]
-    actors = ray.RayActors(settings, reserved, spot, [], lambda nodes: None)
+    actors = ray.RayActors(settings, reserved, spot, [], lambda nodes: None, look_seconds=0.01)
 
     async def spawn(child: Child, log: Path) -> Ended:
         started.append((child.name, Ended(EXIT_REFUSED if child.name in refusing else None)))
@@ -563,37 +576,31 @@ async def test_a_worker_that_refuses_on_its_node_ends_no_other_one(
     for name, process in started:
         if name.startswith("reserved"):
             process.end(EXIT_REFUSED)
-    assert "code 2" in await asyncio.wait_for(ended, 5), "no trainer is left"
+    assert "code 2" in await asyncio.wait_for(ended, PATIENCE), "no trainer is left"
 
 
-async def test_workers_on_ray_that_crash_in_a_loop_end_their_launcher_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("stub")
+async def test_workers_on_ray_that_crash_in_a_loop_end_their_launcher_with_the_reason(tmp_path: Path) -> None:
     """As long as one of those that are needed works, it stays."""
-    StubbedRay(monkeypatch)
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.01)
     settings = Settings.load({}, data=tmp_path, cache=tmp_path, ray_gpus=0)
     reserved, good = [Child(f"reserved-{i}", [], {}) for i in (1, 2)], list[Ended]()
-    actors = ray.RayActors(settings, reserved, [], [], lambda nodes: None)
+    actors = ray.RayActors(settings, reserved, [], [], lambda nodes: None, look_seconds=0.01)
 
     async def spawn(child: Child, log: Path) -> Ended:
         works = child is reserved[1] and not good
         good.extend([Ended(None)] * works)
         return good[0] if works else Ended(1)
 
-    actors.supervisor = Supervisor(reserved, tmp_path / "logs", 5, spawn)
+    actors.supervisor = Supervisor(reserved, tmp_path / "logs", 5, spawn, pauses=NO_PAUSES)
     ended = asyncio.create_task(actors.run())
     await until(lambda: reserved[0].restarts > 3)
     assert reserved[0].failure and not ended.done()
     good[0].end(1)
-    assert await asyncio.wait_for(ended, 5) == "3 times in a row it ended with code 1: it wrote nothing"
+    assert await asyncio.wait_for(ended, PATIENCE) == "3 times in a row it ended with code 1: it wrote nothing"
 
 
-async def test_gpus_of_workers_on_ray_are_those_of_nodes_that_were_ever_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_gpus_of_workers_on_ray_are_those_of_nodes_that_were_ever_seen(tmp_path: Path, stub: StubbedRay) -> None:
     """Without a node a worker waits; without a reservation several would share a GPU."""
-    stub = StubbedRay(monkeypatch)
     settings = Settings.load({}, data=tmp_path, cache=tmp_path, ray_spot_workers=1)
     children = [Child("reserved", [], {})], [Child("spot", [], {})]
     actors = ray.RayActors(settings, *children, [], lambda nodes: None)
@@ -631,10 +638,7 @@ def test_placement_group_is_removed_early_only_where_the_next_has_no_room(
     assert ray.is_in_the_way(placed, {"CPU": 3.0}, {"CPU": 3.0, "GPU": 1.0}, free) == in_the_way
 
 
-async def test_workers_on_ray_outlive_a_short_absence_of_the_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    StubbedRay(monkeypatch)
+async def test_workers_on_ray_outlive_a_short_absence_of_the_head(tmp_path: Path, stub: StubbedRay) -> None:
     looks = list[int]()
 
     def answered_every_second_time() -> set[str]:
@@ -643,10 +647,10 @@ async def test_workers_on_ray_outlive_a_short_absence_of_the_head(
             raise ConnectionError("GCS is away")
         return set()
 
-    monkeypatch.setattr(ray, "draining_nodes", answered_every_second_time)
+    stub.draining = answered_every_second_time
     settings = Settings.load({}, data=tmp_path, cache=tmp_path, ray_gpus=0)
     worker = Child("reserved", [], {})
-    actors = ray.RayActors(settings, [worker], [], [], lambda nodes: None)
+    actors = ray.RayActors(settings, [worker], [], [], lambda nodes: None, look_seconds=0.01)
 
     async def spawn(child: Child, log: Path) -> Ended:
         return Ended(None)
@@ -724,3 +728,17 @@ async def test_refused_workers_of_a_configured_model_are_started_again_when_a_jo
 def test_bounds_of_the_pool_are_checked(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="scale_max is 0 or at least scale_min, 3; given 2"):
         Settings.load({}, data=tmp_path, cache=tmp_path, scale_min=3, scale_max=2)
+    for least in (0, 2):
+        with pytest.raises(UserError, match=f"ROOKERY_SCALE_MIN is {least}, but .* ROOKERY_SCALE_MAX alone; set that"):
+            check(Settings.load({}, data=tmp_path, cache=tmp_path, scale_min=least))
+        check(Settings.load({}, data=tmp_path, cache=tmp_path, scale_min=least, scale_max=2))
+    for workers, most in ((4, 4), (4, 0), (0, 2)):
+        check(Settings.load({}, data=tmp_path, cache=tmp_path, workers=workers, scale_max=most))
+    with pytest.raises(UserError, match="ROOKERY_SCALE_MAX is 2, but the 4 workers"):
+        check(Settings.load({}, data=tmp_path, cache=tmp_path, workers=4, scale_max=2))
+
+
+def check(settings: Settings) -> None:
+    """As a service checks its settings before it starts."""
+    for refuse in SETTING_CHECKS:
+        refuse(settings)

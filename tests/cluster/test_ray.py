@@ -20,8 +20,8 @@ import psutil
 import pytest
 from benchmarks.lib.harness import Result
 from tests.support.clusters import job_of_texts
+from tests.support.ports import free_port
 from tests.support.small_model import save_small_model
-from tests.support.tinkered import free_port
 from tests.support.waiting import PATIENCE_SECONDS, until
 
 from rookery import Client, Job
@@ -319,7 +319,7 @@ def test_address_without_a_cluster_is_refused_in_one_line(tmp_path: Path, listen
         environment = {**os.environ, "ROOKERY_DATA": str(tmp_path), "ROOKERY_PORT": "0"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
         server.shutdown()
-    assert done.returncode == 2
+    assert done.returncode == 1, "the head may be started later"
     assert f"ray_address {address}: no Ray cluster answers" in done.stderr and "ray start --head" in done.stderr
     assert "Traceback" not in done.stderr
 

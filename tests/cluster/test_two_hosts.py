@@ -38,6 +38,21 @@ BIN = Path(sys.executable).parent
         ({"url": "https://rookery.example.org/"}, "http://127.0.0.1:7", ["10.0.0.2"], "https://rookery.example.org"),
         ({"host": "127.0.0.1"}, "http://127.0.0.1:7077", ["10.0.0.1", "10.0.0.2"], None),
         ({"host": "localhost"}, "http://localhost:7077", ["10.0.0.2"], None),
+        ({"url": "http://localhost:7077"}, "http://127.0.0.1:7077", ["10.0.0.1", "10.0.0.2"], None),
+        ({"url": "http://[::1]:7077"}, "http://127.0.0.1:7077", ["10.0.0.2"], None),
+        ({"url": "http://localhost:7077"}, "http://127.0.0.1:7077", ["10.0.0.1"], "http://localhost:7077"),
+        (
+            {"host": "10.0.0.1", "url": "http://localhost:7077"},
+            "http://10.0.0.1:7077",
+            ["10.0.0.2"],
+            "http://10.0.0.1:7077",
+        ),
+        (
+            {"host": "0.0.0.0", "url": "http://localhost:7077"},
+            "http://127.0.0.1:7077",
+            ["10.0.0.1", "10.0.0.2"],
+            "http://10.0.0.1:7077",
+        ),
     ],
 )
 def test_nodes_get_an_address_that_they_reach(

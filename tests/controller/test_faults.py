@@ -22,7 +22,7 @@ import pytest
 from safetensors.numpy import load_file
 from sqlalchemy import create_engine, text
 from tests.support import faulty, peers
-from tests.support.faces import MODEL, ScriptedWorker, job, served, write_model
+from tests.support.faces import MODEL, ThreadedWorker, job, served, write_model
 from tests.support.small_model import save_small_model
 
 import rookery
@@ -55,8 +55,8 @@ def tenants(service: EmbeddedService, *names: str) -> list[str]:
     return keys
 
 
-def worker(service: EmbeddedService, root: Path) -> ScriptedWorker:
-    return ScriptedWorker.of(service)
+def worker(service: EmbeddedService, root: Path) -> ThreadedWorker:
+    return ThreadedWorker.of(service)
 
 
 def until(job: Job, state: str) -> Record:
@@ -139,9 +139,9 @@ PAUSED = {
     "raises-in-prompts": (faulty.RaisesInPrompts(), {}, "RuntimeError: no prompts"),
     "nan": (faulty.NotANumber(), {}, "NotANumber.step gave the reward nan (float), expected a finite number ("),
     "too-much": (TooMuch(), {}, " add up to 1.7e+308 in turn 0, allowed"),
-    "stuck": (STUCK, {"step_timeout": 2}, "step was not answered within 2 s"),
-    "late": (faulty.SlowAsync(6), {"step_timeout": 2}, "step was not answered within 2 s"),
-    "late-with-a-thread": (faulty.Slow(6), {"step_timeout": 2}, "step was not answered within 2 s"),
+    "stuck": (STUCK, {"step_timeout": 4}, "step was not answered within 4 s"),
+    "late": (faulty.SlowAsync(6), {"step_timeout": 4}, "step was not answered within 4 s"),
+    "late-with-a-thread": (faulty.Slow(6), {"step_timeout": 4}, "step was not answered within 4 s"),
     "too-long": (TooLong(), {}, "the model's context is 512"),
     "no-messages": (faulty.WrongAnswers("empty"), {}, "reset gave no messages"),
 }

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import gc
+import json
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 from tests.support.peers import settle
 
 from rookery.aio import Signal
-from rookery.controller.feeds import PAGE, ROWS_KEPT, FeedRow, JobFeeds
+from rookery.controller.feeds import PAGE, ROWS_KEPT, FeedJob, FeedRow, JobFeeds
 from rookery.controller.views import CostView, JobView
 from rookery.errors import NotFound
 
@@ -21,7 +23,8 @@ class Stored:
     def __init__(self, steps: int) -> None:
         self.signal, self.state, self.steps = Signal(), "running", steps
         self.shows = self.pages = 0
-        self.feeds = JobFeeds(self.show, self.page, self.last_step, lambda job: self.signal)
+        self.encodings: list[Callable[..., Any]] = []
+        self.feeds = JobFeeds(self.show, self.page, self.last_step, lambda job: self.signal, self.encode)
 
     async def show(self, tenant: str, job: str) -> JobView:
         if tenant != "alice":
@@ -38,6 +41,11 @@ class Stored:
 
     async def last_step(self, tenant: str, job: str) -> int:
         return self.steps - 1
+
+    async def encode(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        self.encodings.append(call)
+        await asyncio.sleep(0)
+        return call(*arguments)
 
     def commit(self, steps: int = 1) -> None:
         self.steps += steps
@@ -67,6 +75,19 @@ async def test_two_hundred_followers_cost_the_reads_of_one() -> None:
     for found in await asyncio.gather(*followers):
         assert found == ["job", *range(3, 13), "job", "end"]
     assert stored.shows <= 13 and stored.pages <= 26
+
+
+async def test_a_change_is_encoded_once_and_kept_as_a_text() -> None:
+    stored = Stored(1)
+    events = [stored.feeds.follow("alice", "j") for _ in range(3)]
+    [changed, *others] = [data for _, data in [await anext(one) for one in events]]
+    assert isinstance(changed, FeedJob) and all(other is changed for other in others)
+    assert stored.encodings == [FeedJob], "in a thread: a spec may have megabytes"
+    view = await stored.show("alice", "j")
+    assert json.loads(changed.encoded) == json.loads(view.model_dump_json())
+    assert not [held for held in gc.get_referents(changed, changed.__dict__) if isinstance(held, JobView)]
+    for one in events:
+        await one.aclose()
 
 
 async def test_followers_that_begin_early_or_read_slowly_miss_nothing() -> None:

@@ -23,5 +23,6 @@ def test_groups_have_the_values_that_a_scan_finds(seed: int) -> None:
         assert indexed == plain and [*indexed] == [*plain] and len(indexed) == len(plain)
         for letter in "abc":
             assert indexed.of(first=letter) == [value for value in plain.values() if value[0] == letter]
+            assert indexed.count(first=letter) == len(indexed.of(first=letter))
             assert indexed.has(last=letter) == any(value[-1] == letter for value in plain.values())
         assert set(indexed.groups("last")) == {value[-1] for value in plain.values()}

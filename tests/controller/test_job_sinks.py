@@ -15,7 +15,7 @@ import httpx
 import pytest
 from sqlalchemy import update
 from tests.server.test_api import end_of
-from tests.support.faces import ScriptedWorker, job, served
+from tests.support.faces import ThreadedWorker, job, served
 from tests.support.waiting import until
 
 from rookery.controller.job_sinks import parse_sinks
@@ -120,7 +120,7 @@ def client(tmp_path_factory: pytest.TempPathFactory, stub: Stub) -> Iterator[htt
     root = tmp_path_factory.mktemp("sinks")
     with (
         served(root, reachable_hosts=allowed) as service,
-        ScriptedWorker.of(service),
+        ThreadedWorker.of(service),
         client_of(service) as opened,
     ):
         yield opened
@@ -194,7 +194,7 @@ def test_a_dead_sink_changes_nothing_and_a_restarted_service_continues_the_run(t
         patch.setenv("SINK_KEY", "very-secret")
         named = f"team={stub.url} SINK_KEY"
         stub.broken = True
-        with served(tmp_path, sinks=named) as service, client_of(service) as client, ScriptedWorker.of(service):
+        with served(tmp_path, sinks=named) as service, client_of(service) as client, ThreadedWorker.of(service):
             id = submitted(client, sinks=[{"server": "team"}])
             _, done = end_of(client, id)
             assert done["state"] == "completed" and done["step"] == 2

@@ -15,8 +15,8 @@ import httpx
 import pytest
 from tests.controller.test_job_sinks import client_of, sink_events, submitted
 from tests.server.test_api import end_of
-from tests.support.faces import ScriptedWorker, served
-from tests.support.tinkered import free_port
+from tests.support.faces import ThreadedWorker, served
+from tests.support.ports import free_port
 from tests.support.waiting import until, until_healthy
 
 from rookery.controller.job_sinks import Endpoint
@@ -102,7 +102,7 @@ def test_a_run_survives_the_ends_of_the_service_and_of_the_server(tmp_path: Path
         until(lambda: "queued" in states(url) or "running" in states(url))
         [begun] = runs(url, "sums")
         assert begun["status"] == "RUNNING" and begun["tags"]["rookery.job"] == id and not begun["series"]
-    with served(tmp_path, **allowed) as service, client_of(service) as client, ScriptedWorker.of(service):
+    with served(tmp_path, **allowed) as service, client_of(service) as client, ThreadedWorker.of(service):
         _, done = end_of(client, id)
         assert done["state"] == "completed"
         until(lambda: [line for line in sink_events(client, id) if "Connection refused" in line])

@@ -9,13 +9,13 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-from tests.support.faces import ScriptedWorker, job, served
+from tests.support.faces import ThreadedWorker, job, served
 from tests.support.storing import new_database, postgres_cluster
 from tests.support.waiting import until
 
 from rookery.client import Client, Job
 from rookery.clock import SystemClock
-from rookery.controller import outages
+from rookery.controller.outages import Outages
 from rookery.errors import RookeryError
 from rookery.server.launcher import EmbeddedService
 
@@ -39,9 +39,8 @@ def readiness(service: EmbeddedService, *, ready: bool) -> httpx.Response | None
     return answer if (answer.status_code == 200) == ready else None
 
 
-async def test_a_question_without_an_answer_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_question_without_an_answer_delays_no_other() -> None:
     """A store that takes a request and is silent: the outage lasts, and one question is asked."""
-    monkeypatch.setattr(outages, "PATIENCE_SECONDS", 0.01)
     answer, answered, asked = asyncio.Event(), asyncio.Event(), list[object]()
 
     async def transfer(call: object) -> None:
@@ -49,7 +48,7 @@ async def test_a_question_without_an_answer_delays_no_other(monkeypatch: pytest.
         await answer.wait()
         answered.set()
 
-    questions = outages.Outages(Mock(transfer=transfer), Mock(remote=False), SystemClock(), 1.0)
+    questions = Outages(Mock(transfer=transfer), Mock(remote=False), SystemClock(), 1.0, patience_seconds=0.01)
     assert await asyncio.gather(*(questions.lasts("artifacts") for _ in range(3))) == [True] * 3
     assert await questions.lasts("artifacts") and len(asked) == 1
     answer.set()
@@ -65,7 +64,7 @@ def test_jobs_resume_when_postgresql_is_back(tmp_path: Path) -> None:
         with (
             served(tmp_path, **settings) as service,
             Client(service.url, service.key) as client,
-            ScriptedWorker.of(service),
+            ThreadedWorker.of(service),
         ):
             jobs = [client.submit(job(stop={"steps": 1_000_000}, seed=seed)) for seed in range(3)]
             for outage in range(OUTAGES):

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.scheduling.test_plan import machine
+from tests.support.peers import ManualClock
 
-from rookery.controller.planned import train_speeds
+from rookery.controller.planned import LOOK_SECONDS, PlanFollower, plan_to_follow, train_speeds
+from rookery.controller.queries import JobQueries
+from rookery.errors import UserError
 from rookery.scheduling.plan.predict import Role, devices_of
 from rookery.simulation.clock import run
 from rookery.simulation.planned import PlannedService, planned_service
@@ -41,6 +47,14 @@ async def following(plan: Plan, fleet: FleetSpec, roles: list[Role], steps: int)
             yield service
 
 
+async def reaches(queries: JobQueries, tenant: str, job: str, step: int) -> None:
+    """Return as soon as the job has taken so many steps."""
+    async with aclosing(queries.follow(tenant, job)) as rows:
+        async for row in rows:
+            if row["step"] >= step:
+                return
+
+
 def test_workers_play_the_roles_of_the_plan_and_new_ones_when_the_trainer_leaves() -> None:
     fleet = FleetSpec(machines=[machine("a"), machine("b"), machine("c")])
     plan = planned(fleet, a_0=["train"], b_0=["rollout"])
@@ -49,8 +63,7 @@ def test_workers_play_the_roles_of_the_plan_and_new_ones_when_the_trainer_leaves
         async with following(plan, fleet, ["both", "both", "both"], 30) as service:
             site, queries = service.site, service.site.controller.queries
             ((tenant, id),) = service.jobs
-            while (await queries.show(tenant, id)).step < 5:  # noqa: ASYNC110
-                await asyncio.sleep(1.0)
+            await reaches(queries, tenant, id, 5)
             shown = {row.name: row.roles for row in queries.workers()}
             assert shown == {"a-0": ["train"], "b-0": ["rollout"], "c-0": []}
             notes = {row.name: row.note for row in queries.workers()}
@@ -71,6 +84,84 @@ def test_workers_play_the_roles_of_the_plan_and_new_ones_when_the_trainer_leaves
     run(play())
 
 
+class Workers:
+    """A fleet of workers with both roles, of which some are there."""
+
+    def __init__(self) -> None:
+        self.there: dict[str, Any] = {}
+        self.roles: dict[str, frozenset[str]] = {}
+
+    def all(self) -> list[Any]:
+        return [*self.there.values()]
+
+    def get(self, name: str) -> Any:
+        return self.there.get(name)
+
+    def set_roles(self, worker: Any, roles: frozenset[str]) -> None:
+        self.roles[worker.name] = roles
+
+    def join(self, name: str, follower: PlanFollower) -> None:
+        hello = SimpleNamespace(roles=["rollout", "train"], model="")
+        self.there[name] = SimpleNamespace(name=name, state="serving", hello=hello)
+        follower.on_worker_joined(self.there[name])
+
+
+async def at_once(call: Callable[[], Any]) -> Any:
+    return call()
+
+
+@pytest.mark.parametrize("stays", ["a-0", "c-0"])
+@pytest.mark.parametrize("seconds", [1.0, 20.0])
+async def test_no_role_flaps_where_workers_leave_and_return(stays: str, seconds: float) -> None:
+    """Three workers, one, and three again, and so on."""
+    fleet = FleetSpec(machines=[machine("a"), machine("b"), machine("c")])
+    plan = planned(fleet, a_0=["train"], b_0=["rollout"], c_0=["rollout"])
+    workers, clock = Workers(), ManualClock()
+    follower = PlanFollower(plan, workers, clock, at_once, lambda: 100_000)  # type: ignore[arg-type]
+
+    for name in ("a-0", "b-0", "c-0"):
+        workers.join(name, follower)
+    await follower.review()
+    assert workers.roles == {"a-0": {"train"}, "b-0": {"rollout"}, "c-0": {"rollout"}}
+    others = [name for name in workers.there if name != stays]
+    moves = []
+    for _ in range(4):
+        clock.now += seconds
+        for name in others:
+            follower.on_worker_lost(workers.there.pop(name))
+        await follower.review()
+        assert workers.roles[stays] == {"rollout", "train"}, "the jobs go on"
+        clock.now += seconds
+        for name in others:
+            workers.join(name, follower)
+        await follower.review()
+        moves.append(follower.moves)
+    assert moves[0] <= 2 and moves[-1] == moves[0], moves
+
+
+async def test_roles_are_planned_again_for_a_job_that_starts_later() -> None:
+    """A worker is lost when the running job is about to end, for which it does not pay to move others."""
+    fleet = FleetSpec(machines=[machine("a"), machine("b"), machine("c")])
+    plan = planned(fleet, a_0=["train"], b_0=["rollout"], c_0=["rollout"])
+    workers, clock, steps = Workers(), ManualClock(), [100_000]
+    follower = PlanFollower(plan, workers, clock, at_once, lambda: steps[0])  # type: ignore[arg-type]
+    watching = asyncio.create_task(follower.watch())
+    for name in ("a-0", "b-0", "c-0"):
+        workers.join(name, follower)
+    await clock.advance(60.0)
+    steps[0] = 1
+    follower.on_worker_lost(workers.there.pop("c-0"))
+    await clock.advance(2 * LOOK_SECONDS)
+    assert follower.moves == 0
+    steps[0] = 100_000  # the next job
+    await clock.advance(LOOK_SECONDS + 60.0)
+    moves = follower.moves
+    assert moves
+    await clock.advance(5 * LOOK_SECONDS, steps=100)
+    assert follower.moves == moves
+    watching.cancel()
+
+
 def test_a_role_moves_to_a_worker_that_was_started_with_it() -> None:
     """Though another machine would train quicker."""
     fleet = FleetSpec(machines=[machine("a"), machine("b"), machine("c", train=4.0)])
@@ -80,8 +171,7 @@ def test_a_role_moves_to_a_worker_that_was_started_with_it() -> None:
         async with following(plan, fleet, ["both", "both", "rollout"], 12) as service:
             queries = service.site.controller.queries
             ((tenant, id),) = service.jobs
-            while (await queries.show(tenant, id)).step < 4:  # noqa: ASYNC110
-                await asyncio.sleep(1.0)
+            await reaches(queries, tenant, id, 4)
             await service.workers[0].kill()
             assert (await queries.wait(tenant, id)).state == "completed"
             shown = {row.name: row.roles for row in queries.workers()}
@@ -136,6 +226,18 @@ def test_worker_of_another_base_model_keeps_its_roles() -> None:
             assert [row.roles for row in queries.workers()] == [["rollout", "train"]] * 2
 
     run(play())
+
+
+def test_a_plan_by_which_no_job_could_run_is_refused_in_one_line(tmp_path: Path) -> None:
+    plan = planned(FleetSpec(machines=[machine("one")]), one_0=["rollout", "train"])
+    path, content = tmp_path / "plan.yaml", plan.model_dump(mode="json", exclude_none=True)
+    path.write_text(json.dumps(content))
+    assert plan_to_follow(path) == plan
+    for kind in content["fleet"]["machines"]:
+        kind["memory"] = {"total": 10, "base": 10, "cache_token": 1, "train_token": 0}
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"plan\.yaml: no job could run: .* has no memory .*; plan again$"):
+        plan_to_follow(path)
 
 
 def test_a_policy_trains_on_the_quicker_machine_of_the_plan() -> None:

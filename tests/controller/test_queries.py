@@ -6,12 +6,16 @@ import asyncio
 import math
 import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, get_type_hints
 
+import msgspec
 import pytest
+from pydantic import TypeAdapter
 from sqlalchemy import update
 from tests.support.peers import MODEL, Service, eventually, job_of, settle
 
+from rookery import protocol
+from rookery.controller.views import HeartbeatView, View, WorkerView
 from rookery.errors import NotFound
 from rookery.storage.columns import add
 from rookery.storage.models import JobRow, PolicyRow, StepRow
@@ -95,3 +99,42 @@ async def test_a_follower_is_woken_by_its_job_alone(service: Service, monkeypatc
         assert (await task).state == "cancelled"
     signals = service.controller.jobs.signal
     assert not any(weakref.ref(signals(job))() for job in jobs), "nobody follows them any more"
+
+
+def test_a_new_core_field_of_a_worker_is_shown_by_its_name() -> None:
+    """The message and the view: no other file copies the fields of one to the other."""
+
+    class WiderHeartbeat(protocol.Heartbeat, kw_only=True):
+        swapped: int = 0
+
+    class WiderView(HeartbeatView):
+        swapped: int
+
+    class WiderHello(protocol.Hello, kw_only=True):
+        rack: str = ""
+
+    class ShownWorker(WorkerView):
+        rack: str
+
+    beat = WiderHeartbeat(
+        epoch=1, progress=1, active=2, waiting=0, training=0, generated=3, decode_seconds=1.0, train_seconds=0.0,
+        gauges={"nan": math.nan}, swapped=7,
+    )  # fmt: skip
+    shown = WiderView.of(beat)
+    assert (shown.swapped, shown.active, shown.gauges) == (7, 2, {"nan": None})
+    hello = WiderHello(
+        protocol=1, name="w", instance="i", model=MODEL, model_hash="", roles=["rollout", "train"], max_rows=4,
+        max_context=8, max_rank=8, device="cpu", dtype="float32", adapters=["a"], rack="r2",
+    )  # fmt: skip
+    seen = {"state": "serving", "seconds": 1.0, "requests": 0, "tokens_per_second": 0.0, "note": "", "beat": shown}
+    worker = ShownWorker.of(hello, roles=["train"], adapters=2, max_flush_tokens=0, **seen)
+    assert (worker.rack, worker.name, worker.roles, worker.adapters) == ("r2", "w", ["train"], 2)
+
+
+@pytest.mark.parametrize(("view", "message"), [(HeartbeatView, protocol.Heartbeat), (WorkerView, protocol.Hello)])
+def test_fields_that_are_copied_have_the_message_s_types(view: type[View], message: type[msgspec.Struct]) -> None:
+    hints = get_type_hints(message)
+    counted = {"adapters"} if view is WorkerView else {"gauges"}  # their number; infinities are shown as null
+    for name in view.model_fields.keys() & hints.keys() - counted:
+        field = view.model_fields[name].annotation
+        assert TypeAdapter(field).json_schema()["type"] == TypeAdapter(hints[name]).json_schema()["type"], name

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import re
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,11 @@ import pytest
 from tests.support.driven import ADAM, Client, forward, join
 from tests.support.peers import HANG, MODEL, Service, eventually, job_of, settle
 
+from rookery.controller.jobs.registry import WaitingJob
 from rookery.controller.sessions import operations
 from rookery.controller.usage import FLUSH_SECONDS
 from rookery.errors import Conflict, DatabaseAway, NotFound, RookeryError, TooManyRequests, Unavailable, UserError
+from rookery.storage.columns import columns
 from rookery.storage.repositories import jobs, tenants
 
 DAY = 86400.0
@@ -42,16 +47,6 @@ async def service(tmp_path: Path, settings: dict[str, Any]) -> AsyncIterator[Ser
 def refused(service: Service) -> dict[str, int]:
     totals = service.controller.queries.health().totals
     return {name.removeprefix("refused_tenant_"): n for name, n in totals.items() if n and "refused_tenant_" in name}
-
-
-async def passing(service: Service, holds: Callable[..., bool]) -> None:
-    """Time passes until it holds."""
-
-    async def later() -> bool:
-        await service.clock.advance(service.settings.worker.heartbeat_seconds, steps=1)
-        return holds()
-
-    await eventually(later)
 
 
 async def content() -> AsyncIterator[bytes]:
@@ -181,6 +176,25 @@ async def test_queued_jobs_are_bounded(service: Service) -> None:
     assert refused(service) == {"waiting_jobs": 2}
 
 
+@pytest.mark.parametrize("settings", [{"tenant_jobs": 1}])
+async def test_a_waiting_job_takes_the_memory_of_its_text(service: Service) -> None:
+    """A tenant may have a thousand, and their options may be anything."""
+    await join(service)
+    submitted = [(await service.controller.submit("alice", job_of()))[0].id for _ in range(2)]
+    row = service.database.read(jobs.get_job, "alice", submitted[1])
+    [waiting] = service.controller.jobs.waiting_of("alice")
+    assert columns(waiting.row) == columns(row)
+    large = replace(row, spec={**row.spec, "environment": {**row.spec["environment"], "x": [[] for _ in range(10**5)]}})
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        waiting = WaitingJob.of(large)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 1.5 * len(json.dumps(large.spec)) and columns(waiting.row) == columns(large)
+
+
 @pytest.mark.parametrize("settings", [{"tenant_jobs": 1, "tenant_waiting_jobs": 1}])
 async def test_a_repeated_submission_is_no_new_job_to_a_limit(service: Service) -> None:
     await join(service)
@@ -252,8 +266,7 @@ async def test_day_without_tokens_pauses_jobs_and_refuses_requests_until_the_nex
     await service.controller.limit_tenant("alice", {"tokens_per_day": 40})
     job, _ = await service.controller.submit("alice", job_of(stop__steps=1000))
     await eventually(lambda: service.controller.context.rooms.quotas.view("alice")["tokens_today"] >= 40)
-    await service.clock.advance(2 * service.settings.worker.heartbeat_seconds)
-    await eventually(lambda: service.database.read(jobs.get_job, "alice", job.id).state == "paused")
+    await service.pass_until(lambda: service.database.read(jobs.get_job, "alice", job.id).state == "paused")
     row = service.database.read(jobs.get_job, "alice", job.id)
     assert row.reason.startswith("the tenant's 40 tokens of today are used up; it continues by itself on 1970-01-13")
     assert row.resumes
@@ -266,6 +279,7 @@ async def test_day_without_tokens_pauses_jobs_and_refuses_requests_until_the_nex
     assert isinstance(await bob.gradient(), operations.ForwardBackwardResult)
 
     await service.clock.advance(2 * FLUSH_SECONDS)
+    await service.writer(lambda: None)  # behind the write of the count
     await service.crash()
     await service.start()  # the count was stored: it holds after a restart
     await join(service)
@@ -281,7 +295,9 @@ async def test_day_without_tokens_pauses_jobs_and_refuses_requests_until_the_nex
     await service.controller.limit_tenant("alice", {"tokens_per_day": 10**9})
     await service.clock.advance(DAY)
     for one in (job, waiting):
-        await passing(service, lambda one=one: service.database.read(jobs.get_job, "alice", one.id).state == "running")
+        await service.pass_until(
+            lambda one=one: service.database.read(jobs.get_job, "alice", one.id).state == "running"  # type: ignore[misc]
+        )
 
 
 @pytest.mark.parametrize("settings", [{"tenant_models": 1, "allowed_models": "*"}])
@@ -304,7 +320,7 @@ async def test_further_base_model_waits_for_one_in_use_or_is_refused(service: Se
     await service.controller.sessions.finish("alice", alice.session, "done")
     for job in (first, again):
         await service.controller.cancel("alice", job.id)
-    await passing(service, lambda: second.id in service.controller.jobs.runners)
+    await service.pass_until(lambda: second.id in service.controller.jobs.runners)
 
 
 async def test_full_store_refuses_what_would_be_stored(service: Service) -> None:
@@ -421,7 +437,7 @@ async def test_rows_that_work_makes_are_bounded(service: Service) -> None:
         row = service.database.read(jobs.get_job, "alice", view.id)
         return row.state in states
 
-    await passing(service, lambda: state("paused"))
+    await service.pass_until(lambda: state("paused"))
     known = service.database.read(tenants.database_bytes, "alice")
     assert known >= 20_000 and row.step < 12 and row.resumes
     assert row.reason.startswith("your jobs' episodes and your clients' results take"), row.reason
@@ -434,7 +450,7 @@ async def test_rows_that_work_makes_are_bounded(service: Service) -> None:
     await bob.outcome(await bob.sample(await bob.sampler(None, 1), 1))
     assert refused(service)["database_bytes"] >= 4
     await service.controller.limit_tenant("alice", {"database_bytes": 10_000_000})
-    await passing(service, lambda: state("completed"))
+    await service.pass_until(lambda: state("completed"))
     await alice.outcome(await alice.sample(base, 1))
 
 
@@ -529,7 +545,7 @@ async def test_overrides_hold_after_a_restart_and_null_is_the_setting(service: S
     for _ in range(2):
         quotas = service.controller.context.rooms.quotas
         assert quotas.view("alice")["overrides"] == {"weight": 2.0, "models": 9}
-        assert (quotas.limit("alice", "jobs"), quotas.weights["alice"]) == (16, 2.0)
+        assert (quotas.limit("alice", "jobs"), quotas.tenant_shares["alice"]) == (16, 2.0)
         await service.crash()
         await service.start()
     with pytest.raises(NotFound):

@@ -14,9 +14,9 @@ import pytest
 from tests.controller.test_job_sinks import client_of, sink_events, submitted
 from tests.controller.test_mlflow import BIN
 from tests.server.test_api import end_of
-from tests.support.faces import ScriptedWorker, served
+from tests.support.faces import ThreadedWorker, served
+from tests.support.ports import free_port
 from tests.support.sink_stubs import WandbStub, serving
-from tests.support.tinkered import free_port
 from tests.support.waiting import until, until_healthy
 
 from rookery.client import Client
@@ -103,7 +103,7 @@ def test_a_trackio_run_survives_the_ends_of_the_service_and_of_the_server(tmp_pa
         sink = {"kind": "trackio", "url": url, "experiment": "sums", "traces": 2}
         sinks = [{**sink, "secret": "board"}, {**sink, "secret": "wrong"}]
         id = submitted(client, evaluation={"prompts": 2}, sinks=sinks)
-    with served(tmp_path, **allowed) as service, client_of(service) as client, ScriptedWorker.of(service):
+    with served(tmp_path, **allowed) as service, client_of(service) as client, ThreadedWorker.of(service):
         _, done = end_of(client, id)
         assert done["state"] == "completed"
         until(lambda: [line for line in sink_events(client, id) if "Connection refused" in line])
@@ -129,7 +129,7 @@ def test_the_run_is_the_one_that_the_client_of_weights_and_biases_makes(tmp_path
         with served(tmp_path, reachable_hosts="127.0.0.1") as service, client_of(service) as client:
             client.put("/api/v1/secrets/mine", json={"value": "a" * 40})
             sink = {"kind": "wandb", "url": stub.url, "secret": "mine", "entity": "team", "experiment": "sums"}
-            with ScriptedWorker.of(service):
+            with ThreadedWorker.of(service):
                 id = submitted(client, evaluation={"prompts": 2}, sinks=[sink])
                 end_of(client, id)
             until(lambda: "exitcode" in stub.runs.get(id, {}))
@@ -160,7 +160,7 @@ def test_the_run_is_the_one_that_the_client_of_weights_and_biases_makes(tmp_path
 
 
 def test_tensorboard_reads_what_a_job_writes_for_it(tmp_path: Path) -> None:
-    with served(tmp_path) as service, client_of(service) as client, ScriptedWorker.of(service):
+    with served(tmp_path) as service, client_of(service) as client, ThreadedWorker.of(service):
         id = submitted(client, evaluation={"prompts": 2})
         with Client(service.url, service.key) as opened:
             job = opened.job(id)

@@ -15,6 +15,7 @@ import pytest
 from tests.support.peers import settle
 from tests.support.work import work_of
 
+from rookery.aio import cancel_all
 from rookery.children import add_child_seconds
 from rookery.controller.service_time import (
     ADDRESS_SHARE,
@@ -33,9 +34,11 @@ from rookery.controller.service_time import (
     ResponseLine,
     ServiceTime,
 )
+from rookery.controller.services import Threads
 from rookery.controller.validation import JobValidator
 from rookery.errors import TooManyRequests, UserError
 from rookery.settings import Settings
+from rookery.simulation.clock import run as run_virtually
 from rookery.storage.artifacts import Artifacts
 from rookery.turns import in_thread
 
@@ -45,6 +48,8 @@ class Manual:
 
     def __init__(self) -> None:
         self.now = 1000.0
+        self.stands = False
+        """A sleep that is longer than the shortest pause then lasts for ever."""
 
     def time(self) -> float:
         return self.now
@@ -53,8 +58,10 @@ class Manual:
         return self.now
 
     async def sleep(self, seconds: float) -> None:
+        if self.stands and seconds > SHORTEST_PAUSE:
+            await asyncio.Event().wait()
         self.now += seconds
-        await asyncio.sleep(0)
+        await settle(1)
 
 
 def made(share: float = 0.25, *, working: str = "") -> tuple[ServiceTime, Manual]:
@@ -128,22 +135,24 @@ async def test_requests_without_a_key_have_a_share_by_address_and_in_all(address
     assert await KeylessTime(clock, lambda: True).turn("other", lambda: False) and clock.now == before
 
 
-async def test_requests_without_a_key_wait_for_no_absent_tenant_and_not_for_ever() -> None:
-    clock = Manual()
-    times = KeylessTime(clock, lambda: False)
-    times.spend("a", 1000.0)
-    assert await times.turn("a", lambda: False) and clock.now == 1000.0
-    times = KeylessTime(clock, lambda: True)
-    times.spend("a", 1.0)
-    assert await times.turn("a", lambda: True) and clock.now == 1000.0, "its client is gone"
-    clock.sleep = lambda seconds: asyncio.sleep(60)  # type: ignore[method-assign]
-    waiting = [asyncio.create_task(times.turn("a", lambda: False)) for _ in range(KEYLESS_WAITING)]
-    await settle()
-    assert not await times.turn("a", lambda: False), "too many wait"
-    assert await times.turn("b", lambda: False) is True
-    for task in waiting:
-        task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
+def test_requests_without_a_key_wait_for_no_absent_tenant_and_not_for_ever() -> None:
+    async def main() -> None:
+        clock = Manual()
+        times = KeylessTime(clock, lambda: False)
+        times.spend("a", 1000.0)
+        assert await times.turn("a", lambda: False) and clock.now == 1000.0
+        times = KeylessTime(clock, lambda: True)
+        times.spend("a", 1.0)
+        assert await times.turn("a", lambda: True) and clock.now == 1000.0, "its client is gone"
+        clock.stands = True
+        waiting = [asyncio.create_task(times.turn("a", lambda: False)) for _ in range(KEYLESS_WAITING)]
+        await settle()
+        assert not await times.turn("a", lambda: False), "too many wait"
+        assert await times.turn("b", lambda: False) is True
+        assert asyncio.get_running_loop().time() == LONGEST_WAIT
+        await cancel_all(*waiting)
+
+    run_virtually(main())
 
 
 async def test_refusals_take_no_more_than_the_share_of_their_tenant() -> None:
@@ -157,18 +166,18 @@ async def test_refusals_take_no_more_than_the_share_of_their_tenant() -> None:
             assert await times.turn("a", lambda: False)
             times.spend("a", 0.001)
             answered["refused"] += 1
-            await asyncio.sleep(0)
+            await settle(1)
 
     async def valid() -> None:
         while not ended.is_set():
             await request(times, "a", 0.001)
             answered["valid"] += 1
-            await asyncio.sleep(0)
+            await settle(1)
 
     clients = [asyncio.create_task(refused()) for _ in range(20)] + [asyncio.create_task(valid())]
     while clock.now - began < 20:
         assert await times.turn("b", lambda: False), "another tenant does not wait"
-        await asyncio.sleep(0)
+        await settle(1)
     ended.set()
     await asyncio.gather(*clients)
     spent, share = times.seconds["a"], 0.25 * BESIDE_JOBS
@@ -180,7 +189,7 @@ async def test_many_refusals_at_once_wait_up_to_a_number_and_not_for_ever() -> N
     times, clock = made(working="b")
     times.spend("a", 1000.0)
     assert await times.turn("a", lambda: True) and clock.now == 1000.0, "its client is gone"
-    clock.sleep = lambda seconds: asyncio.sleep(60)  # type: ignore[method-assign]
+    clock.stands = True
     waiting = [asyncio.create_task(times.turn("a", lambda: False)) for _ in range(REFUSED_WAITING)]
     await settle()
     assert not any(task.done() for task in waiting) and not await times.turn("a", lambda: False), "too many wait"
@@ -225,7 +234,7 @@ async def test_many_requests_at_once_do_not_all_begin() -> None:
         await request(times, "a", 0.02)
     clock.now += 100
     begun = [asyncio.create_task(times.begin("a")) for _ in range(100)]
-    clock.sleep = lambda seconds: asyncio.sleep(60)  # type: ignore[method-assign]
+    clock.stands = True
     await settle()
     assert sum(task.done() for task in begun) <= BURST / 0.02 + 3
     for task in begun:
@@ -291,7 +300,7 @@ async def test_the_next_check_is_charged_the_mean_of_earlier_ones_in_advance(tmp
     store = SimpleNamespace(run=in_thread)
     services = cast(
         Any,
-        SimpleNamespace(store=store, artifacts=Artifacts(tmp_path), threads=in_thread, settings=Settings.load({})),
+        SimpleNamespace(store=store, artifacts=Artifacts(tmp_path), threads=Threads(), settings=Settings.load({})),
     )
 
     async def allowed(tenant: str) -> None:
@@ -300,7 +309,7 @@ async def test_the_next_check_is_charged_the_mean_of_earlier_ones_in_advance(tmp
     uploading = lambda tenant: nullcontext(lambda size: None)  # noqa: E731
     quotas = cast(Any, SimpleNamespace(check_time=times, check_stored=allowed, uploading=uploading))
     unused = cast(Any, None)
-    validator = JobValidator(services, unused, unused, quotas, unused, unused, in_thread)
+    validator = JobValidator(services, unused, unused, quotas, unused, unused, Counter())
     with pytest.raises(UserError):
         await validator.add_dataset("a", chunks(), count)
     assert 1.0 <= times.seconds["a"] < 1.5

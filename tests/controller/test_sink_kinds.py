@@ -17,11 +17,10 @@ import httpx
 import pytest
 from tests.controller.test_job_sinks import client_of, sink_events, submitted
 from tests.server.test_api import end_of
-from tests.support.faces import ScriptedWorker, served
+from tests.support.faces import ThreadedWorker, served
 from tests.support.sink_stubs import SinkStub, TrackioStub, WandbStub, serving
 from tests.support.waiting import until
 
-from rookery.controller import job_sinks, wandb_run
 from rookery.controller.job_sinks import ANSWER_BYTES, HEADERS, Endpoint
 from rookery.controller.sink_run import NAME_LENGTH, Ask, Figure, RefusedBySink
 from rookery.controller.trackio_run import TrackioRun
@@ -47,11 +46,13 @@ def everything(client: httpx.Client, job: str, root: Path) -> str:
     return "\n".join(shown + logs)
 
 
-def run_with_a_dead_sink(root: Path, stub: SinkStub, sink: dict[str, Any]) -> tuple[str, list[Any], list[Any]]:
+def run_with_a_dead_sink(
+    root: Path, stub: SinkStub, sink: dict[str, Any], **rules: Any
+) -> tuple[str, list[Any], list[Any]]:
     """A job that ends while its sink answers errors, then a service that is started again. Returns the job, its
     metrics and its evaluations."""
     allowed = {"reachable_hosts": stub.url.removeprefix("http://")}
-    with served(root, **allowed) as service, client_of(service) as client, ScriptedWorker.of(service):
+    with served(root, **allowed, **rules) as service, client_of(service) as client, ThreadedWorker.of(service):
         assert client.put("/api/v1/secrets/mine", json={"value": KEY}).status_code == 200
         stub.broken = True
         sinks = [{"url": stub.url, "secret": "mine", "experiment": "sums", **sink}]
@@ -106,16 +107,13 @@ def test_a_wandb_run_has_every_step_and_evaluation_once_over_restarts(tmp_path: 
     assert {given["Authorization"] for given in stub.headers} == {f"Basic {key}"}
 
 
-def test_a_trackio_run_has_every_step_once_and_rollouts_as_traces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(job_sinks, "TRACES_READ", 2)
-    stub = TrackioStub()
+def test_a_trackio_run_has_every_step_once_and_rollouts_as_traces(tmp_path: Path) -> None:
+    stub, few = TrackioStub(), {"sink_traces_read": 2}
     with serving(stub):
-        _, rows, evaluations = run_with_a_dead_sink(tmp_path, stub, {"kind": "trackio", "traces": 3})
+        _, rows, evaluations = run_with_a_dead_sink(tmp_path, stub, {"kind": "trackio", "traces": 3}, **few)
         for _ in range(2):
             stub.seen.clear()
-            with served(tmp_path, reachable_hosts="127.0.0.1"):
+            with served(tmp_path, reachable_hosts="127.0.0.1", **few):
                 until(lambda: any(path == "/api/bulk_log" for path, _ in stub.seen))
                 until(lambda: len(stub.rows) == len(rows) + len(evaluations))
     steps = {row["step"]: row["metrics"] for row in stub.rows.values() if "reward" in row["metrics"]}
@@ -146,10 +144,9 @@ async def test_lines_whose_response_was_lost_are_not_written_twice() -> None:
     assert [line["_step"] for line in stub.runs["job-1"]["history"].values()] == [0, 1, 2]
 
 
-def test_a_wandb_run_whose_job_waits_keeps_its_run_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_run.WandbRun, "beat_seconds", 0.05)
-    stub = WandbStub()
-    with serving(stub), served(tmp_path, reachable_hosts="127.0.0.1") as service, client_of(service) as client:
+def test_a_wandb_run_whose_job_waits_keeps_its_run_alive(tmp_path: Path) -> None:
+    stub, rules = WandbStub(), {"reachable_hosts": "127.0.0.1", "sink_beat_seconds": 0.05}
+    with serving(stub), served(tmp_path, **rules) as service, client_of(service) as client:
         submitted(client, sinks=[{"url": stub.url, "kind": "wandb"}])  # no worker: it waits
         until(lambda: [body for path, body in stub.seen if path.endswith("file_stream") and body == {}][2:])
 
@@ -199,7 +196,7 @@ async def test_a_run_keeps_no_more_of_a_summary_than_the_service_writes() -> Non
 
 
 async def test_the_largest_summary_can_be_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_run, "EVALUATIONS", 4)
+    monkeypatch.setattr("rookery.controller.wandb_run.EVALUATIONS", 4)
     stub = WandbStub()
     run = WandbRun(asking(stub), "sinks.0.url", "sums", None, "job-1")
     await run.open("sums", 9.0, {})
@@ -255,28 +252,26 @@ def test_no_part_of_a_secret_is_in_an_error(secret: str, kind: str) -> None:
             assert not any(text[:6] in str(caught.value) for text in texts), str(caught.value)
 
 
-def test_a_request_holds_few_bytes_of_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_holds_few_bytes_of_traces(tmp_path: Path) -> None:
     """Of each step that has too many, the first one is left."""
-    monkeypatch.setattr(job_sinks, "TRACE_BYTES", 1)
-    stub = TrackioStub()
+    stub, few = TrackioStub(), {"sink_trace_bytes": 1}
     with serving(stub):
-        _, rows, evaluations = run_with_a_dead_sink(tmp_path, stub, {"kind": "trackio", "traces": 3})
-        with served(tmp_path, reachable_hosts="127.0.0.1"):
+        _, rows, evaluations = run_with_a_dead_sink(tmp_path, stub, {"kind": "trackio", "traces": 3}, **few)
+        with served(tmp_path, reachable_hosts="127.0.0.1", **few):
             until(lambda: len(stub.rows) == len(rows) + len(evaluations))
     sent = [body["kwargs"]["logs"] for path, body in stub.seen if path == "/api/bulk_log"]
     traces = [[len(row["metrics"].get("rollouts", [])) for row in logs] for logs in sent]
     assert traces[: len(rows)] == [[1]] * len(rows), "a request for each step"
 
 
-def test_a_secret_that_is_replaced_or_deleted_is_used_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_run.WandbRun, "beat_seconds", 0.05)
-    monkeypatch.setattr(job_sinks, "BATCH_SECONDS", 0.05)
+def test_a_secret_that_is_replaced_or_deleted_is_used_no_more(tmp_path: Path) -> None:
     stub = WandbStub()
+    rules = {"reachable_hosts": "127.0.0.1", "sink_beat_seconds": 0.05, "sink_batch_seconds": 0.05}
 
     def key() -> str:
         return base64.b64decode(stub.headers[-1]["Authorization"].split()[1]).decode() if stub.headers else ""
 
-    with serving(stub), served(tmp_path, reachable_hosts="127.0.0.1") as service, client_of(service) as client:
+    with serving(stub), served(tmp_path, **rules) as service, client_of(service) as client:
         for value in ("first", "second"):
             client.put("/api/v1/secrets/mine", json={"value": value})
             if value == "first":  # no worker: the job waits
@@ -292,15 +287,14 @@ def test_a_secret_that_is_replaced_or_deleted_is_used_no_more(tmp_path: Path, mo
         }
 
 
-def test_a_sink_above_the_most_waits_and_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_sinks, "SINKS_OF_TENANT", 1)
+def test_a_sink_above_the_most_waits_and_is_written_later(tmp_path: Path) -> None:
     first, second = TrackioStub(), TrackioStub()
     sinks = [{"url": stub.url, "kind": "trackio"} for stub in (first, second)]
     with (
-        serving(first), serving(second), served(tmp_path, reachable_hosts="127.0.0.1") as service,
-        client_of(service) as client,
+        serving(first), serving(second),
+        served(tmp_path, reachable_hosts="127.0.0.1", sink_of_tenant=1) as service, client_of(service) as client,
     ):  # fmt: skip
-        with ScriptedWorker.of(service):
+        with ThreadedWorker.of(service):
             job = submitted(client, sinks=sinks)
             _, done = end_of(client, job)
         assert done["state"] == "completed"
@@ -309,11 +303,10 @@ def test_a_sink_above_the_most_waits_and_is_written_later(tmp_path: Path, monkey
     assert lines == ["sinks.1: waits: 1 other sinks of yours are written; the metrics are sent later"]
 
 
-def test_a_step_that_is_taken_again_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_sinks, "BATCH_SECONDS", 0.05)
-    stub = WandbStub()
-    with serving(stub), served(tmp_path, reachable_hosts="127.0.0.1") as service, client_of(service) as client:
-        with ScriptedWorker.of(service):
+def test_a_step_that_is_taken_again_is_sent_again(tmp_path: Path) -> None:
+    stub, rules = WandbStub(), {"reachable_hosts": "127.0.0.1", "sink_batch_seconds": 0.05}
+    with serving(stub), served(tmp_path, **rules) as service, client_of(service) as client:
+        with ThreadedWorker.of(service):
             job = submitted(client, stop={"steps": 6}, sinks=[{"url": stub.url, "kind": "wandb"}])
             until(lambda: len(stub.runs.get(job, {"history": {}})["history"]) >= 2)
             assert client.post(f"/api/v1/jobs/{job}/pause").status_code == 200

@@ -13,6 +13,7 @@ from rookery.algorithms.schedules import rate
 from rookery.controller.spec_warnings import (
     judge_problems,
     judge_warnings,
+    silent_problems,
     spec_warnings,
     split_problems,
     split_warnings,
@@ -216,6 +217,11 @@ FROZEN: dict[str, Any] = {"train": False, "base": True}
             ["environment.verifier.policy: j trains, and its own verdict is its reward;"],
         ),
         ({**JUDGED, "max_turns": 1}, {}, ["verifier.policy: j trains", "an episode may have 2"]),
+        (
+            JUDGED,
+            {"train": False, "follows": {"policy": "a", "every": 1}},
+            ["environment.verifier.policy: j follows a, which its verdicts train: they change with what it learns;"],
+        ),
     ],
 )
 def test_a_verdict_comes_and_rewards_the_other_policies(
@@ -226,6 +232,61 @@ def test_a_verdict_comes_and_rewards_the_other_policies(
     lines = judge_warnings(job)
     assert bool(judge_problems(job)) == (job.environment.judge is not None and job.environment.max_turns == 1)
     assert len(lines) == len(expected) and all(part in line for part, line in zip(expected, lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("every", "stop", "never"),
+    [(5, {"steps": 6}, False), (6, {"steps": 6}, True), (99, {"reward": 1}, False), (2**63 - 1, {"steps": 6}, True)],
+)
+def test_a_follower_that_is_never_swapped_is_named(every: int, stop: dict[str, Any], never: bool) -> None:
+    policies = {"a": {}, "b": {"train": False, "follows": {"policy": "a", "every": every}}}
+    lines = spec_warnings(JobSpec.model_validate(job_of(policies=policies, stop=stop)))
+    says = f"policies.b.follows.every: {every}, but a takes 6 steps: it stays at version 0; give fewer than 6"
+    assert lines == ([says] if never else [])
+
+
+@pytest.mark.parametrize(
+    ("environment", "policies", "silent"),
+    [
+        ({"id": "calculator"}, {"a": {}}, []),
+        ({"id": "calculator"}, {"a": {}, "b": {}, "c": FROZEN, "d": {}}, ["b", "d"]),
+        ({"id": "xrouter"}, {"a": FROZEN, "b": {}}, ["b"]),
+        ({"id": "jsonl", "rows": [{"prompt": "1+1?", "answer": 2}], **JUDGED}, {"a": {}, "j": {}, "b": {}}, ["b"]),
+        ({"hosted": "task"}, {"a": {}, "b": {}}, []),
+        ({"id": "agent"}, {"a": {}, "b": {}}, []),
+        ({"id": "verifiers"}, {"a": {}, "b": {}}, []),
+    ],
+)
+def test_a_policy_that_no_step_names_is_named(
+    environment: dict[str, Any], policies: dict[str, Any], silent: list[str]
+) -> None:
+    lines = silent_problems(JobSpec.model_validate(job_of(policies=policies) | {"environment": environment}))
+    assert [line.split(":")[0] for line in lines] == [f"policies.{name}" for name in silent]
+
+
+@pytest.mark.parametrize(
+    ("environment", "frozen", "named"),
+    [
+        ({"id": "calculator"}, FROZEN, True),
+        ({"id": "xrouter"}, {"train": False, "follows": {"policy": "a", "every": 1}}, True),
+        ({"id": "jsonl", "rows": [{"prompt": "1+1?", "answer": 2}], "verifier": "number"}, FROZEN, True),
+        ({"id": "jsonl", "rows": [{"prompt": "1+1?", "answer": 2}], **JUDGED}, FROZEN, False),
+        ({"hosted": "task"}, FROZEN, False),
+        ({"id": "agent"}, FROZEN, False),
+    ],
+)
+def test_a_frozen_policy_that_never_replies_is_named(
+    environment: dict[str, Any], frozen: dict[str, Any], named: bool
+) -> None:
+    job = JobSpec.model_validate(job_of(policies={"a": {}, "j": frozen}) | {"environment": environment})
+    lines = [line for line in spec_warnings(job) if line.startswith("policies.j: it never replies: ")]
+    assert len(lines) == named and not silent_problems(job)
+
+
+async def test_a_policy_that_no_step_names_is_refused_at_submission(service: Service) -> None:
+    job = job_of(policies={"a": {}, "b": {}}) | {"environment": {"id": "calculator"}}
+    with pytest.raises(SpecError, match=r"policies\.b: it trains, but only the first policy, a, replies in calculator"):
+        await service.controller.submit("alice", job)
 
 
 async def test_a_verdict_that_never_comes_is_refused_at_submission(service: Service) -> None:

@@ -85,7 +85,7 @@ async def test_every_kind_of_event_has_a_name_and_plain_values(room: Room) -> No
     step = protocol.OptimStep(op="o", policy="p", lease=1, parent=room.ref(1), steps=0, adam=None)
     fields = {
         "request": None, "tokens": 3, "operation": step, "beat": None, "message": None, "reason": "r", "moved": "p",
-        "versions": 2, "ref": room.ref(2), "seconds": 1.0, "hash": "h", "error": "e", "last": True, "stay": (),
+        "versions": 2, "ref": room.ref(2), "seconds": 1.0, "hash": "h", "error": "e", "last": True, "parts": (),
         "done": protocol.OperationDone(epoch=0, op="o"),
     }  # fmt: skip
     kinds = subclasses(WorkerEvent)

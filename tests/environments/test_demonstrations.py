@@ -10,11 +10,36 @@ import pytest
 
 from rookery.environments.builtins import find
 from rookery.environments.demonstrations import MOST_TURNS, count_rows, demonstration, preference
+from rookery.environments.messages import example_of, form_of
 from rookery.errors import UserError
 
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 OTHER = {"role": "assistant", "content": "5"}
 TURNS = [USER, {**REPLY, "weight": 0}, {"role": "user", "content": "3+3?"}, {**OTHER, "content": "6"}]
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "4", "tool_call_id": "call_1"}
+COMPARED = {"prompt": "a", "chosen": "b", "rejected": "c"}
+PAIR: dict[str, Any] = {"input": {"messages": [USER]}, "preferred_output": [REPLY], "non_preferred_output": [OTHER]}
+
+
+def calling(arguments: Any, **fields: Any) -> dict[str, Any]:
+    function = {"name": "add", "arguments": arguments, **fields}
+    return {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": function}]}
+
+
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "add", **fields}}
+
+
+def made_call(number: int, **arguments: Any) -> dict[str, Any]:
+    about = {"name": "add", "arguments": arguments}
+    return {"id": f"call{number:05d}", "type": "function", "function": about}
+
+
+PLAIN_TOOL = tool(description="", parameters={"type": "object", "properties": {}})
 
 
 @pytest.mark.parametrize(
@@ -26,6 +51,9 @@ TURNS = [USER, {**REPLY, "weight": 0}, {"role": "user", "content": "3+3?"}, {**O
         ({"prompt": [USER, REPLY], "completion": [USER, REPLY]}, [0, 0, 0, 1]),
         ({"messages": [USER, {**REPLY, "weight": 0.5}]}, [0, 0.5]),
         ({"messages": [{"role": "system", "content": "s"}, USER, REPLY], "id": 7}, [0, 0, 1]),
+        ({"messages": [USER, {**REPLY, "annotations": [], "refusal": None, "tool_calls": []}], "weight": 1}, [0, 1]),
+        ({"prompt": "2+2?", "completion": "4", "label": True, "weight": None}, [0, 1]),
+        ({"messages": [USER, REPLY], "label": False}, [0, 1]),
         ({"prompt": "2+2?", "completion": "4"}, [0, 1]),
         ({"prompt": [USER, OTHER, USER], "completion": [REPLY]}, [0, 0, 0, 1]),
     ],
@@ -42,11 +70,60 @@ def test_demonstrations_are_learned_in_the_turns_of_the_assistant(row: dict[str,
         {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
         {"prompt": [USER], "chosen": [REPLY], "rejected": [OTHER]},
         {"input": {"messages": [USER]}, "preferred_output": [REPLY], "non_preferred_output": [OTHER]},
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5", "score_chosen": 7.0, "score_rejected": 7},
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5", "score_chosen": None, "score_rejected": 7},
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5", "chosen_tokens": 1, "rejected_tokens": 9, "score": 1},
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5", "score_chosen": [1], "score_rejected": [2]},
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5", "score_chosen": "low", "score_rejected": "9"},
     ],
 )
 def test_preferences_are_two_replies_to_one_prompt(row: dict[str, Any]) -> None:
     found = preference(row)
     assert (found.prompt, found.chosen, found.rejected) == ([USER], REPLY, OTHER)
+
+
+def test_calls_of_tools_are_taken_as_openai_writes_them() -> None:
+    """Ids may repeat, as in OpenAI's examples; arguments may be an object; content may be null or left out."""
+    bare = {"role": "assistant", "tool_calls": [CALL, {**CALL, "id": "call_2"}]}
+    plain = {"role": "assistant", "tool_calls": [{"id": "call_1", "function": {"name": "add", "arguments": {"b": 1}}}]}
+    rows = [USER, {**CALLING, "weight": 0}, RESULT, bare, {**RESULT, "name": "add", "tool_call_id": "call_2"}, plain]
+    found = demonstration({"messages": rows, "tools": [tool(strict=True)], "parallel_tool_calls": False})
+    results = [message for message in found.messages if message["role"] == "tool"]
+    assert [message.get("tool_calls") for message in found.messages if message["role"] == "assistant"] == [
+        [made_call(0, a=2)], [made_call(1, a=2), made_call(2, a=2)], [made_call(3, b=1)],
+    ]  # fmt: skip
+    assert results == [{**RESULT, "tool_call_id": "call00000"}, {**RESULT, "name": "add", "tool_call_id": "call00002"}]
+    assert (found.weights, found.tools) == ([0, 0, 0, 1, 0, 1], [PLAIN_TOOL])
+    assert {message["content"] for message in found.messages} == {"2+2?", "", "4"}
+
+
+def test_compared_replies_may_call_tools() -> None:
+    for row in (
+        {"input": {"messages": [USER, CALLING, RESULT], "tools": [tool()]},
+         "preferred_output": [CALLING], "non_preferred_output": [REPLY]},
+        {"prompt": [USER, CALLING, RESULT], "chosen": [CALLING], "rejected": [REPLY], "tools": [tool()]},
+    ):  # fmt: skip
+        found = preference(row)
+        assert found.chosen == {"role": "assistant", "content": "", "tool_calls": [made_call(1, a=2)]}
+        assert (found.rejected, found.tools) == (REPLY, [PLAIN_TOOL])
+        asked: Any = find("preferences")({"rows": [row]}).reset(row, 0)
+        assert asked[1] == {"role": "assistant", "content": '{"name": "add", "arguments": {"a": 2}}'}
+    with pytest.raises(ValueError, match="are the same"):
+        preference({"prompt": "a", "chosen": [CALLING], "rejected": [CALLING]})
+
+
+def test_the_form_of_a_row_has_its_calls() -> None:
+    rows = [
+        {"messages": [USER, REPLY]},
+        {"messages": [USER, {**CALLING, "tool_calls": [CALL] * 2}, RESULT, REPLY], "tools": [tool()]},
+    ]
+    sizes = find("demonstrations").validate_options({"rows": rows})
+    forms = [form for form, _ in sizes.forms]
+    assert forms == [["user", "assistant"], ["+tools", "user", "assistant+2", "tool", "assistant"]]
+    messages, tools = example_of(forms[1])
+    assert tools == [{"type": "function", "function": {**PLAIN_TOOL["function"], "name": "f"}}]
+    assert [len(message.get("tool_calls", ())) for message in messages] == [0, 2, 0, 0]
+    assert form_of(*example_of(forms[1])) == tuple(forms[1]) and form_of(*example_of(forms[0])) == tuple(forms[0])
 
 
 REFUSED = [
@@ -58,11 +135,16 @@ REFUSED = [
     ("demonstrations", {"prompt": "a", "completion": None}, 'completion is null; give a text, or a list of {"role"'),
     ("demonstrations", {"prompt": 5, "completion": "a"}, 'prompt is 5; give a text, or a list of {"role": …,'),
     ("demonstrations", {"prompt": "a", "completion": " "}, "give a text that is not empty"),
+    ("demonstrations", {"prompt": "a", "completion": "\u200b"}, "give a text that is not empty"),
+    ("demonstrations", {"prompt": "\ufeff \u2060", "completion": "b"}, "give a text that is not empty"),
+    ("demonstrations", {"messages": [USER, {**REPLY, "content": "\u200b\n"}]}, "messages.1 is an empty reply"),
+    ("preferences", {"prompt": "a", "chosen": "b", "rejected": "\u00ad"}, "that is not empty"),
     ("demonstrations", {"messages": []}, "messages is []"),
     ("demonstrations", {"messages": [USER, {**REPLY, "content": " "}]}, "messages.1 is an empty reply"),
     ("demonstrations", {"prompt": "a", "completion": [{**REPLY, "content": ""}]}, "completion is an empty reply"),
     ("demonstrations", {"prompt": [USER, REPLY], "completion": "b"}, "prompt.1 is the assistant's"),
     ("demonstrations", {"prompt": "a", "completion": "b", "system": "s"}, "of the role system"),
+    ("demonstrations", {"messages": [USER, REPLY], "system_prompt": "s"}, "of the role system"),
     ("demonstrations", {"prompt": "a", "completion": "b", "image": "a.png"}, "models read texts alone"),
     ("preferences", {"prompt": "a", "chosen": [REPLY], "rejected": [{**REPLY, "content": ""}]}, "that is not empty"),
     ("preferences", {"prompt": "a", "chosen": "b", "rejected": "c", "system": "s"}, "of the role system"),
@@ -74,8 +156,33 @@ REFUSED = [
     ("demonstrations", {"messages": [USER, {**REPLY, "weight": True}]}, "a number from 0 to 1"),
     ("demonstrations", {"messages": [{**USER, "weight": 1}, REPLY]}, "only turns of the assistant have one"),
     ("demonstrations", {"prompt": [USER, {**OTHER, "weight": 1}, USER], "completion": "c"}, "prompt.1.weight is 1"),
-    ("demonstrations", {"messages": [USER, {**REPLY, "tool_calls": [1]}]}, "tool_calls"),
-    ("demonstrations", {"messages": [USER, REPLY], "tools": [{"type": "function"}]}, "tools is"),
+    ("demonstrations", {"messages": [USER, {**REPLY, "tool_calls": [1]}]}, "messages.1.tool_calls.0 is 1; give"),
+    ("demonstrations", {"messages": [USER, {**REPLY, "tool_calls": {"a": 1}}]}, "messages.1.tool_calls is"),
+    ("demonstrations", {"messages": [USER, {**REPLY, "tool_calls": [CALL] * 129}]}, "a list of at most 128"),
+    ("demonstrations", {"messages": [{**USER, "tool_calls": [CALL]}, REPLY]}, "messages.0 has tool_calls, but only"),
+    ("demonstrations", {"messages": [USER, calling("{")]}, 'tool_calls.0.function.arguments is "{"; give an object'),
+    ("demonstrations", {"messages": [USER, calling("[1]")]}, "function.arguments is"),
+    ("demonstrations", {"messages": [USER, calling('{"a": NaN}')]}, "function.arguments is"),
+    ("demonstrations", {"messages": [USER, calling(5)]}, "function.arguments is 5"),
+    ("demonstrations", {"messages": [USER, calling("{}", name="")]}, 'tool_calls.0.function.name is ""; give a text'),
+    ("demonstrations", {"messages": [USER, calling("{}", output=1)]}, "tool_calls.0.function.output is 1, which no"),
+    ("demonstrations", {"messages": [USER, {**CALLING, "tool_calls": [{**CALL, "type": "custom"}]}]}, "calls.0 is {"),
+    ("demonstrations", {"messages": [USER, CALLING, {**RESULT, "tool_call_id": "x"}, REPLY]}, 'tool_call_id is "x"'),
+    ("demonstrations", {"messages": [USER, {**RESULT}, REPLY]}, "messages.1.tool_call_id is"),
+    ("demonstrations", {"messages": [USER, {**CALLING, "function_call": {"name": "f"}}]}, "1.function_call is"),
+    ("demonstrations", {"messages": [USER, REPLY], "tools": [{"type": "function"}]}, "tools.0 is"),
+    ("demonstrations", {"messages": [USER, REPLY], "tools": {"a": 1}}, "tools is"),
+    ("demonstrations", {"messages": [USER, REPLY], "tools": [tool(parameters=[1])]}, "tools.0.function is"),
+    ("demonstrations", {"messages": [USER, REPLY], "tools": [tool(parameters={"properties": {"a": 1}})]}, "tools.0"),
+    ("demonstrations", {"messages": [USER, REPLY], "tools": [tool(returns="x")]}, "tools.0.function.returns is"),
+    ("demonstrations", {"messages": [USER, REPLY], "functions": [{"name": "f"}]}, "write them as tools"),
+    ("preferences", {**PAIR, "tools": [tool()], "input": {**PAIR["input"], "tools": [tool()]}}, "give one of them"),
+    ("preferences", {**PAIR, "input": {**PAIR["input"], "tools": [1]}}, "input.tools.0 is 1"),
+    ("demonstrations", {"messages": [USER, REPLY], "weight": 0}, "weight is 0, but a row has none; give it to turns"),
+    ("demonstrations", {"prompt": "a", "completion": "b", "weight": 0.5}, "weight is 0.5, but a row has none"),
+    ("demonstrations", {"prompt": "a", "completion": "b", "weight": True}, "weight is true"),
+    ("demonstrations", {"prompt": "a", "completion": "b", "label": False}, "label is false, but every completion is"),
+    ("preferences", {"prompt": "a", "chosen": "b", "rejected": "c", "weight": 0}, "weight is 0, but a row has none"),
     ("demonstrations", {"messages": [USER, REPLY], "completion": "4"}, "another form"),
     ("demonstrations", {"messages": [USER, {"role": "asistant", "content": "a"}]}, "assistant"),
     ("demonstrations", {"messages": [USER, REPLY] * (MOST_TURNS + 1)}, "divide the conversation"),
@@ -91,6 +198,11 @@ REFUSED = [
     ("preferences", {"input": {}, "preferred_output": [REPLY], "non_preferred_output": [OTHER]}, "input.messages"),
     ("preferences", {"input": 3, "preferred_output": [REPLY], "non_preferred_output": [OTHER]}, "input.messages"),
     ("preferences", {"messages": [USER, REPLY]}, "it has no prompt, but 'messages'; give prompt, chosen and rejected"),
+    ("preferences", {**COMPARED, "score_chosen": 2.0, "score_rejected": 7}, "score_chosen is 2.0, less than score_rej"),
+    ("preferences", {**COMPARED, "chosen-rating": -1, "rejected-rating": 0}, "chosen-rating is -1, less than rejected"),
+    ("preferences", {**COMPARED, "chosenReward": 0, "rejectedReward": 0.1}, "exchange the two replies, or leave the"),
+    ("preferences", {**COMPARED, "score_chosen": "9", "score_rejected": "10.0"}, 'score_chosen is "9", less than'),
+    ("preferences", {**PAIR, "score_chosen": 1, "score_rejected": 2}, "score_chosen is 1, less than score_rejected, 2"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import importlib.util
 import itertools
@@ -21,7 +22,6 @@ from hypothesis import strategies as st
 from tests.support import faulty
 from tests.support.draws import examples
 
-from rookery.environments import datasets
 from rookery.environments.base import Environment, Reply, Split
 from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.calculator import calculate
@@ -149,6 +149,7 @@ def test_jsonl_takes_messages_and_files(tmp_path: Path) -> None:
         ('{"prompt": "a", "messages": []}', "line 1 has both"),
         ('{"prompt": null, "messages": null}', "line 1 has neither prompt nor messages, but 'prompt', 'messages'"),
         ('{"prompt": " "}', 'line 1: prompt is " "; give a text'),
+        ('{"prompt": "\\u200b\\n"}', "line 1: prompt is .*; give a text that is not empty"),
         ('{"prompt": ["a"]}', 'line 1: prompt.0 is "a"; give'),
         ('{"prompt": []}', r"line 1: prompt is \[\]; give a text, or a list"),
         ('{"prompt": {"role": "user", "content": "a"}}', "line 1: prompt is .*; give a text, or a list"),
@@ -160,12 +161,44 @@ def test_jsonl_takes_messages_and_files(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user", "content": "  "}]}', "line 1: messages is .*; give a text that is not empty"),
         (b'{"prompt": "a"}\n{"prompt": "\xff"}', "line 2 is not UTF-8; save"),
         ('{"prompt": "a"}' + "[" * 100_000, "line 1 is not JSON"),
+        ('[\n  {"prompt": "a"}\n]', "line 1 is not JSON .*; the file is one value over many lines: write each row"),
+        ('\n{\r\n"prompt": "a"}', "line 2 is not JSON .*; the file is one value over many lines"),
+        (gzip.compress(b'{"prompt": "a"}', mtime=0), "it is gzip; give a text in UTF-8 with one JSON object per line"),
+        (b"PAR1\x15\x04\x15\x10", "it is Parquet; give a text"),
+        ('{"prompt": "a"}\n'.encode("utf-16"), "it is UTF-16; give a text in UTF-8"),
+        ("prompt,answer\na,b\n", "line 1 is not JSON .*; write one JSON object per line"),
     ],
 )
 def test_malformed_rows_are_refused_with_line_and_remedy(content: str | bytes, says: str) -> None:
     with pytest.raises(UserError, match=says) as caught:
         read_jsonl(content if isinstance(content, bytes) else content.encode())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "reads"),
+    [
+        ("exact", False),
+        ({"name": "exact", "answer": "system"}, True),
+        ({"name": "json", "fields": {"os": "system"}}, True),
+        ({"name": "json", "fields": {"system": "answer"}}, False),
+        ({"name": "judge", "policy": "critic", "prompt": "Is it {answer} for {system}?"}, True),
+        ({"name": "judge", "policy": "critic", "prompt": "Is it {answer} for { system }?"}, False),
+        ({"name": "grader", "grader": {"type": "string_check", "input": "{{ sample.output_text }}",
+                                       "reference": "{{ item.system }}", "operation": "eq"}}, True),
+        ({"name": "grader", "grader": {"type": "string_check", "input": "{{ sample.output_text }}",
+                                       "reference": "{{ item.answer }}", "operation": "eq"}}, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+def test_a_system_text_that_no_model_reads_is_refused(verifier: Any, reads: bool, name: str) -> None:
+    """It is no message. A verifier may compare with a field of that name."""
+    row = {"prompt": "Which one?", "answer": "Linux", "system": None, name: "Linux"}
+    if reads and name == "system":
+        find("jsonl").validate_options({"rows": [row], "verifier": verifier})
+        return
+    with pytest.raises(UserError, match=rf'row 1: {name} is "Linux", but no model reads it; write it as the first'):
+        find("jsonl").validate_options({"rows": [row], "verifier": verifier})
 
 
 def test_rows_leave_room_for_what_a_judge_reads() -> None:
@@ -396,6 +429,8 @@ import os
 
 
 class Dataset:
+    drawn = 0
+
     def __init__(self, task, size, seed, config):
         if task not in ("count", "puzzle24"):
             raise ValueError(f"Dataset '{task}' not registered")
@@ -403,6 +438,7 @@ class Dataset:
 
     def __getitem__(self, number):
         assert 0 <= number < self.size
+        Dataset.drawn += 1
         question = f"{(self.seed + number) % self.config.get('different', 10**9)}?"
         return {"question": question, "answer": str(self.seed + number), "metadata": {"shape": (1, {2}), **self.config}}
 
@@ -468,6 +504,31 @@ def test_reasoning_gym_trains_on_no_held_out_question(gym: None) -> None:
     everything = find("reasoning-gym")({**options, "eval_size": 7})
     with pytest.raises(UserError, match="every training question is a held-out one too; give a smaller eval_size"):
         list(everything.prompts("train"))
+
+
+def test_many_questions_of_reasoning_gym_are_shuffled_and_drawn_when_asked_for(gym: None) -> None:
+    """Of 40 questions, 4 are held out: nothing but these is drawn before its turn, and each epoch has the others."""
+
+    def questions(start: int, count: int, *, shuffle: bool = True, seed: int = 1) -> list[str]:
+        options = {"task": "count", "size": 40, "eval_size": 4, "seed": 2, "config": {"different": different}}
+        environment = ReasoningGym(ReasoningGymOptions.model_validate(options), listed=39)
+        drawn = importlib.import_module("reasoning_gym").Dataset
+        drawn.drawn = 0
+        taken, size = PromptDataset(environment, "train").take(start, count, seed, shuffle, wrap=True)
+        assert size == 40 and drawn.drawn <= 4 + 2 * count
+        return [json.loads(prompt)["question"] for prompt in taken]
+
+    different = 10**9
+    everything = [f"{number}?" for number in range(2, 42)]
+    assert questions(0, 40, shuffle=False) == everything
+    first, second = questions(0, 40), questions(40, 40)
+    assert sorted(first) == sorted(second) == sorted(everything) and everything != first != second
+    assert questions(25, 3) == first[25:28] and questions(0, 40, seed=2) != first
+    different = 20  # each question comes twice, and those that are held out too: 22 … 25 of 42
+    assert set(questions(0, 80)) == {f"{number}?" for number in range(20) if number not in (2, 3, 4, 5)}
+    different = 4
+    with pytest.raises(UserError, match="every training question is a held-out one too; give a smaller eval_size"):
+        questions(0, 1)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="the extra is not installed")
@@ -571,8 +632,8 @@ def puzzles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
     sys.modules.pop("reasoning_gym", None)
 
 
-def test_a_task_that_runs_replies_as_code_needs_a_sandbox(gym: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
+@pytest.mark.usefixtures("no_programs")
+def test_a_task_that_runs_replies_as_code_needs_a_sandbox(gym: None) -> None:
     find("reasoning-gym").validate_options({"task": "count"})
     with pytest.raises(UserError, match="apt-get install bubblewrap"):
         find("reasoning-gym").validate_options({"task": "puzzle24"})
@@ -689,30 +750,27 @@ def test_epochs_and_seeds_differ_and_eval_ends() -> None:
     assert prompts.take(0, 1, 0, True, wrap=True)[1] == 50
 
 
-def test_endless_prompts_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "STREAM_AFTER", 10)
-    endless = PromptDataset(Streamed(-1), "train")
+def test_endless_prompts_are_streamed() -> None:
+    endless = PromptDataset(Streamed(-1), "train", stream_after=10)
     assert endless.take(0, 1, 0, True, wrap=True)[1] == -1
     assert numbers(endless, 5, 3) == [5, 6, 7]
     assert numbers(endless, 20, 2) == [20, 21]
     assert numbers(endless, 2, 2) == [2, 3]  # a resumed job asks again
-    long = PromptDataset(Streamed(13), "train")
+    long = PromptDataset(Streamed(13), "train", stream_after=10)
     assert numbers(long, 11, 5) == [11, 12, 0, 1, 2]
     assert numbers(long, 26, 2) == [0, 1]
-    assert numbers(PromptDataset(Streamed(13), "eval"), 11, 5, wrap=False) == [11, 12]
+    assert numbers(PromptDataset(Streamed(13), "eval", stream_after=10), 11, 5, wrap=False) == [11, 12]
 
 
 @pytest.mark.parametrize("asked", [[0, 11], [0, 5, 0]])
-def test_an_iterator_that_is_used_up_is_reported(monkeypatch: pytest.MonkeyPatch, asked: list[int]) -> None:
-    monkeypatch.setattr(datasets, "STREAM_AFTER", 10)
-
+def test_an_iterator_that_is_used_up_is_reported(asked: list[int]) -> None:
     class Once(Environment):
         left = iter(range(13))
 
         def prompts(self, split: Split) -> Iterable[Any]:
             return self.left
 
-    prompts = PromptDataset(Once(), "train")
+    prompts = PromptDataset(Once(), "train", stream_after=10)
     for start in asked[:-1]:
         assert numbers(prompts, start, 2) == [start, start + 1]
     for _ in range(2):

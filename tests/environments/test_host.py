@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.support import faulty
+from tests.support.peers import settle
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.http11 import Request, Response
 
@@ -330,6 +331,13 @@ HUGE = 10**400
         ({"metrics": None}, r"TypeError: .* the metrics None \(NoneType\), expected a mapping"),
         ({"metrics": [("right", 1.0)]}, r"TypeError: .* the metrics .* \(list\), expected a mapping"),
         ({"done": "false"}, r"TypeError: .* the value of done 'false' \(str\), expected True or False"),
+        ({"done": np.array([True, False])}, r"TypeError: .* the value of done .* \(ndarray\), expected True or False"),
+        ({"tokens": None}, r"TypeError: .* the tokens None \(NoneType\), expected a list of token ids"),
+        ({"tokens": "12"}, r"TypeError: .* the tokens '12' \(str\), expected a list of token ids"),
+        ({"tokens": [1, 2.0]}, r"TypeError: .* the tokens \[1, 2\.0\] \(list\), expected a list of token ids"),
+        ({"tokens": [1, True]}, r"TypeError: .* the tokens \[1, True\] \(list\), expected a list of token ids"),
+        ({"tokens": [-1]}, r"TypeError: .* the tokens \[-1\] \(list\), expected a list of token ids"),
+        ({"tokens": [2**31]}, r"TypeError: .* the tokens \[2147483648\] \(list\), expected a list of token ids"),
         ({"done": None}, r"TypeError: .* the value of done None \(NoneType\), expected True or False"),
     ],
 )
@@ -378,11 +386,13 @@ async def test_numbers_of_any_type_are_taken() -> None:
             "flag": True, "whole": np.int64(3), "exact": Decimal("0.25"), "part": Fraction(1, 4), "zero": np.array(2.0),
             "absent": math.nan, "large": 2**63,
         },
+        "tokens": np.array([3, 2**31 - 1]),
     }  # fmt: skip
     async with hosting(env=Gives(given)) as controller:
         await controller.ask(reset("e1"))
         answer = await controller.ask(step("e1"))
         assert (answer.error, answer.reward, answer.done) == ("", 0.5, True)
+        assert answer.tokens == [3, 2**31 - 1]
         assert math.isnan(answer.metrics.pop("absent"))
         assert answer.metrics == {"flag": 1, "whole": 3, "exact": 0.25, "part": 0.25, "zero": 2, "large": 2.0**63}
 
@@ -459,7 +469,7 @@ async def test_no_episode_is_closed_for_the_sake_of_others() -> None:
     episodes = Episodes(calls, prototype, asks_nobody, lambda reset: LLM("", "", []), asks_nobody, asks_nobody)
     names = [f"e{number}" for number in range(10_001)]
     turns = [episodes.reset(reset(name)) for name in names]
-    await asyncio.sleep(0)
+    await settle(1)
     assert set(episodes.ids()) == set(names)
     assert episodes.reset(reset("e0")) is turns[0]
     await cancel_all(*turns)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import socket
 import time
 from typing import Any
 
@@ -9,9 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rookery.environments import openenv
+from rookery.environments.base import Reply
 from rookery.environments.builtins import find
-from rookery.environments.openenv import ServerSessions, fenced_texts
+from rookery.environments.openenv import ServerSessions, SessionLost, fenced_texts
 from rookery.errors import UserError
+from rookery.simulation.clock import run as run_virtually
 
 
 @pytest.mark.parametrize(
@@ -45,22 +50,24 @@ async def fill(sessions: ServerSessions, room: int) -> int:
         await sessions.opened(url)
 
 
-async def test_the_limit_of_a_server_falls_with_a_refusal_and_rises_with_its_room() -> None:
-    sessions = ServerSessions(again_seconds=0.2)
-    async with asyncio.timeout(20):
+def test_the_limit_of_a_server_falls_with_a_refusal_and_rises_with_its_room() -> None:
+    async def main() -> None:
+        sessions = ServerSessions(again_seconds=0.2)
         assert await fill(sessions, room=4) == 4 and sessions.limits == {"u": 4}
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):
+            async with asyncio.timeout(0.1):
                 await sessions.position(["u"])
         for _ in range(4):
             await sessions.leave("u")
         assert await fill(sessions, room=2) == 2 and sessions.limits == {"u": 2}
         assert await fill(sessions, room=64) == 64, "one that is tried again and has room is filled"
 
+    run_virtually(main())
 
-async def test_a_session_that_the_server_counts_too_long_costs_its_place_for_a_while() -> None:
-    sessions = ServerSessions(again_seconds=0.05)
-    async with asyncio.timeout(20):
+
+def test_a_session_that_the_server_counts_too_long_costs_its_place_for_a_while() -> None:
+    async def main() -> None:
+        sessions = ServerSessions(again_seconds=0.05)
         assert await fill(sessions, room=4) == 4
         for _ in range(3):
             await sessions.leave("u")
@@ -70,6 +77,8 @@ async def test_a_session_that_the_server_counts_too_long_costs_its_place_for_a_w
             await sessions.position(["u"])
             await asyncio.sleep(0.005)
         assert await fill(sessions, room=4) == 4
+
+    run_virtually(main())
 
 
 @settings(max_examples=200, deadline=None)
@@ -83,3 +92,80 @@ def test_fenced_blocks_are_found_in_linear_time(part: str) -> None:
     began = time.thread_time()
     fenced_texts(part * (200_000 // len(part)))
     assert time.thread_time() - began < 2  # quadratic time takes a minute
+
+
+@pytest.mark.parametrize(
+    ("reply", "read"),
+    [
+        ({"done": True, "reward": 0.5}, (0.5, True)),
+        ({"done": False, "reward": None}, (0.0, False)),
+        ({"reward": 1}, (1.0, False)),
+        ({"done": None, "reward": True}, (1.0, False)),
+        ({"done": "false", "reward": 1}, 'done is neither true nor false, but "false"'),
+        ({"done": 0, "reward": 1}, "done is neither true nor false, but 0"),
+        ({"done": True, "reward": "0.5"}, 'the reward is no number, but "0.5"'),
+        ({"done": True, "reward": "nan"}, 'the reward is no number, but "nan"'),
+        ({"done": True, "reward": [1]}, r"the reward is no number, but \[1\]"),
+    ],
+)
+async def test_the_end_and_the_reward_of_a_step_are_of_their_types(
+    reply: dict[str, Any], read: tuple[float, bool] | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Server:
+        async def send(self, text: str) -> None:
+            pass
+
+        async def recv(self) -> str:
+            return json.dumps({"type": "observation", "data": {"observation": {}, **reply}})
+
+        async def close(self) -> None:
+            pass
+
+    async def connect(*given: Any, **named: Any) -> Server:
+        return Server()
+
+    monkeypatch.setattr(openenv, "request_json", lambda *given, **named: {"action": {}})
+    monkeypatch.setattr(openenv, "connection", lambda *given: socket.socket())
+    monkeypatch.setattr(openenv, "connect", connect)
+    episode: Any = find("openenv")({"url": "http://8.8.8.8", "resets": [{}]})
+    await episode.reset({}, 0)
+    if isinstance(read, str):
+        with pytest.raises(SessionLost, match=f"is lost: {read}"):
+            await episode.step(Reply("{}", [], [], 0))
+    else:
+        step = await episode.step(Reply("{}", [], [], 0))
+        assert (step.reward, step.done) == read
+    await episode.close()
+
+
+async def test_a_session_whose_end_is_cancelled_is_counted_as_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silent server keeps the end of the connection waiting."""
+    closing, sessions = asyncio.Event(), ServerSessions()
+
+    class Silent:
+        async def send(self, text: str) -> None:
+            pass
+
+        async def recv(self) -> str:
+            return '{"type": "observation", "data": {"observation": {}}}'
+
+        async def close(self) -> None:
+            closing.set()
+            await asyncio.Event().wait()
+
+    async def connect(*given: Any, **named: Any) -> Silent:
+        return Silent()
+
+    monkeypatch.setattr(openenv, "request_json", lambda *given, **named: {"action": {}})
+    monkeypatch.setattr(openenv, "connection", lambda *given: socket.socket())
+    monkeypatch.setattr(openenv, "connect", connect)
+    monkeypatch.setattr(openenv, "ServerSessions", lambda: sessions)
+    episode = find("openenv")({"url": "http://8.8.8.8", "resets": [{}]})
+    await episode.reset({}, 0)
+    assert sessions.open.total() == 1
+    ends = asyncio.create_task(episode.close())
+    await closing.wait()
+    ends.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ends
+    assert sessions.open.total() == 0

@@ -74,7 +74,7 @@ def test_a_server_that_trickles_is_left_at_the_limit(
     began = time.monotonic()
     with pytest.raises(UserError, match=r"x: http://.* does not answer within 0.3 s"):
         request_json(url, "x", allowed="*", seconds=0.3)
-    assert time.monotonic() - began < 5  # each wait alone would never end
+    assert time.monotonic() - began < 60  # each wait alone would never end
 
 
 def test_an_answer_before_the_limit_is_read(trickle: Callable[[bytes, bytes], str]) -> None:
@@ -253,9 +253,9 @@ async def test_a_session_is_judged_like_the_request_before_it(
     assert not inside[1]
 
 
-def test_a_child_that_never_answers_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "WALL_SECONDS", 0.3)
-    silent = pool.VerifierPool("silent", limit=0.01, module="asyncio")  # it shows a prompt without a line's end
+def test_a_child_that_never_answers_is_ended() -> None:
+    # it shows a prompt without a line's end
+    silent = pool.VerifierPool("silent", limit=0.01, module="asyncio", wall_seconds=0.3)
     take_child_seconds()
     with pytest.raises(RuntimeError, match=r"gave no answer within 0.35 s"):
         silent.score({})

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from tests.support.faces import ScriptedWorker, job, served, tokenizer
+from tests.support.faces import ThreadedWorker, job, served, tokenizer
 
 from rookery.client import Client
 from rookery.environments.base import Reply, Step
@@ -107,7 +107,7 @@ def test_a_job_searches_an_uploaded_corpus_of_its_tenant(tmp_path: Path) -> None
     with served(tmp_path) as service, Client(service.url, service.key) as client:
         token = (service.settings.data / "worker.token").read_text(encoding="utf-8").strip()
         asked = {**job(), "environment": {**spec["environment"], "eval_last": 0}, "sampling": {"max_tokens": 60}}
-        with ScriptedWorker(service.url, token, tokenizer(tmp_path), ("<search>Castor Ida Renn</search>", "none")):
+        with ThreadedWorker(service.url, token, tokenizer(tmp_path), ("<search>Castor Ida Renn</search>", "none")):
             made = client.submit(asked, folder=EXAMPLE.parent)
             assert made.wait(timeout=250).state == "completed"
             rows = list(made.metrics(follow=False))

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -143,6 +144,16 @@ def test_every_verifier_judges_only_the_part_asked_for(
         ("<think>5</think>4", 0),
         ("<think>5</think>", 0),
         ("5", 1),
+        ("Sure. <think>3 + 2, so 5", 0),
+        ("5 <think>or not 5", 0),
+        ("<think>4</think>5<think>", 0),
+        ("<think>4</think>5 <think>5", 0),
+        ("<think>4</think><think>5", 0),
+        ("<think>4</think> <think>3</think> 5", 1),
+        ("<think>4<think>3</think> 5", 1),
+        ("Sure. <think>4</think> 5", 1),
+        ("</think>5", 1),
+        ("</think><think>5", 0),
     ],
 )
 def test_thinking_that_a_reply_marks_is_not_judged(reply: str, right: float) -> None:
@@ -162,6 +173,55 @@ def test_a_reply_without_the_part_is_wrong_even_where_found_is_rewarded() -> Non
         judge = VERIFIERS[options["name"]].model_validate({**options, "found": 0.5, "wrong": -1, "after": "</think>"})
         assert judge.score("so 4", {"answer": 5})[0] == -1
         assert judge.score("</think>so 4", {"answer": 5})[0] == 0.5
+
+
+def similar(formula: str) -> dict[str, Any]:
+    sides = {"input": "{{ sample.output_text }}", "reference": "5"}
+    near = {"type": "text_similarity", "name": "n", "evaluation_metric": "fuzzy_match", **sides}
+    return {"type": "multi", "graders": {"near": near}, "calculate_output": formula}
+
+
+def check(operation: str, text: str, reference: str) -> dict[str, Any]:
+    return {"type": "string_check", "name": "s", "operation": operation, "input": text, "reference": reference}
+
+
+REPLY = "{{ sample.output_text }}"
+EVERY_REPLY = [
+    {"name": "grader", "grader": check("ne", REPLY, "I do not know")},
+    {"name": "grader", "grader": check("neq", "4", REPLY)},
+    {"name": "grader", "grader": check("eq", "{{ sample.output_json.n }}", "")},
+    {"name": "grader", "grader": check("ne", "{{ sample.output_json.n }}", "3")},
+    {"name": "grader", "grader": similar("1 - near")},
+    {"name": "grader", "grader": similar("max(near, 0.5)")},
+    {"name": "grader", "grader": similar("exp(-near)")},
+    {"name": "exact"}, {"name": "exact", "ignore_case": True}, {"name": "number"}, {"name": "number", "where": "any"},
+    {"name": "number", "where": "only"}, {"name": "number", "tolerance": 10}, {"name": "number", "found": 0.5},
+    {"name": "json", "valid": 1}, {"name": "json", "fields": {"n": {"equals": None}}}, {"name": "judge", "policy": "p"},
+    {"name": "sandbox"}, {"name": "math"}, {"name": "regex", "pattern": "", "after": "</think>"},
+    {"name": "regex", "pattern": "(?s).*", "whole": True, "after": "</think>"},
+    {"name": "regex", "pattern": "x*", "tag": "answer"},
+]  # fmt: skip
+"""Verifiers, most of which reward an empty reply, or any."""
+
+
+@pytest.mark.parametrize("options", EVERY_REPLY, ids=json.dumps)
+@pytest.mark.parametrize("reply", ["<think>5", "Sure. <think>5", "<think>4</think>5<think>5", '<think>{"answer": 5}'])
+def test_a_reply_without_its_judged_part_earns_nothing(options: dict[str, Any], reply: str) -> None:
+    if options["name"] == "math" and importlib.util.find_spec("math_verify") is None:
+        pytest.skip("the math extra is not installed")
+    row = {"answer": 5} if options["name"] != "sandbox" else {"tests": "x = f() if False else None"}
+    marked = [options] if "after" in options or "tag" in options else [options, {**options, "tag": "answer"},
+                                                                       {**options, "after": "</final>"}]  # fmt: skip
+    for one in marked:
+        said = "<think>5" if one.get("after") == "</think>" else reply
+        verdict, metrics = VERIFIERS[options["name"]].model_validate(one).score(said, row)
+        assert verdict == 0 and metrics.get("answered", 0.0) == 0.0
+        assert metrics.get("right", metrics.get("grader", 0.0)) == 0.0
+
+
+def test_a_grader_that_gives_an_empty_reply_less_than_nothing_still_does() -> None:
+    judge = VERIFIERS["grader"].model_validate({"grader": similar("near - 1"), "tag": "answer"})
+    assert judge.score("no tag", {}) == (-1.0, {"grader": -1.0, "near": 0.0, "unjudged": 0.0, "answered": 0.0})
 
 
 def test_markers_that_are_special_tokens_are_seen_and_others_are_not_judged() -> None:
@@ -257,6 +317,25 @@ def test_regex() -> None:
         assert reward("regex", reply, {}, pattern=pattern) == 1
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [r"\\mathbf{i}", r"x\^{e}", r"(?:foo){e<=1}", r"a{d}", r"(b{s})", r"{i}", r"a{ 2}", r"a{2}", r"a{2,}", r"a{,2}b",
+     r"a{1,2}?b", r"[{e}]+", r"[]{e}]+", r"[^]{}]+", r"\{e\}", r"a\{i}", r"a{}", r"a{,}", r"\[{i}\]", r"[\]{i}]+",
+     r"{{i}}"],
+)  # fmt: skip
+@settings(max_examples=examples(30))
+@given(text=st.text(r"\{}[]^abdefiosx12, <=mthbf", max_size=12))
+def test_patterns_have_pythons_syntax(pattern: str, text: str) -> None:
+    """A brace that is no repetition is itself, as in LaTeX."""
+    for reply in (text, pattern.replace("\\", ""), "", "a", "aab", "foo", "fo", "b", r"\mathbf{i}", r"\mathbf"):
+        matched = Regex.model_validate({"pattern": pattern}).score(reply, {"answer": "a"})[1]["matched"]
+        assert matched == bool(re.search(pattern, reply)), reply
+
+
+def test_classes_of_letters_are_matched() -> None:
+    assert Regex.model_validate({"pattern": r"^\p{L}+$"}).score("äß", {})[0] == 1
+
+
 def test_a_pattern_that_runs_away_is_stopped() -> None:
     verifier = Regex.model_validate({"pattern": r"(.*a){20}b"})
     verdict, metrics = verifier.score("a" * 300, {"answer": "a"})
@@ -286,6 +365,29 @@ def test_json() -> None:
         assert near.score(f'{{"x": {number}}}', {"answer": 1.0})[0] == right, "as number does"
     nested = Json.model_validate({"fields": {"a": {"equals": {"b": [1, None]}}}, "valid": 0})
     assert nested.score('{"a": {"b": [1, null]}}', {})[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "earned"),
+    [
+        ('{"work": {"answer": 5},}', 0),
+        ('{"answer": 6, "steps": [{"answer": 5}', 0),
+        ('{"answer": 5, "answer": 5, "x": {"answer": 5}}', 0),
+        ('{"a": "}", "work": {"answer": 5},}', 0),
+        (r'{"a": "\"}", "work": {"answer": 5},}', 0),
+        ('{"a": {"b": {"answer": 5}}, x}', 0),
+        ('{"x":' * 3000 + '{"answer": 5}', 0),
+        ('{"a": "not closed}, {"answer": 5}', 1),
+        ('{"work": {"answer": 6},} I mean {"answer": 5}', 1),
+        ('The set {"a", "b"}, so {"answer": 5}', 1),
+        ('{"a": "{", x} {"answer": 5}', 1),
+        ('{"work": {"answer": 6}} {"answer": 5}', 0.3),
+        ('[{"answer": 5}]', 1),
+        ("{" * 20_000 + '"' + '\\"' * 20_000, 0),
+    ],
+)
+def test_an_object_within_one_that_is_no_json_does_not_count(reply: str, earned: float) -> None:
+    assert reward("json", reply, {"answer": 5}) == earned
 
 
 needs_math = pytest.mark.skipif(

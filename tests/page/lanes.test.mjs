@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { about, clock, lanesOf, moved, packed, seconds, ticks, within, zoomed } from "../../src/rookery/server/page/lanes.js";
+import { about, clock, lanesOf, moved, packed, scaleOf, seconds, ticks, within, zoomed } from "../../src/rookery/server/page/lanes.js";
 
 const span = (kind, start, end, more = {}) => ({ kind, start, end, worker: "", tenant: "", job: "", policy: "", text: "", count: 1, covered: 0, ...more });
 
@@ -63,6 +63,15 @@ test("the axis has some labels at every zoom", () => {
     assert.ok(found.every((tick) => tick.at >= 1.7e9 && tick.at <= 1.7e9 + 0.1234 + length));
   }
   assert.match(clock(1.7e9 + 0.25, 0.05), /\.250$/);
+});
+
+test("a picture has the pixels of the screen, and never more than a browser draws", () => {
+  assert.equal(scaleOf(1280, 900, 2), 2);
+  assert.equal(scaleOf(0, 0, 3), 3);
+  for (const [width, height] of [[390, 5800], [1480, 5800], [3800, 60], [20000, 10]]) {
+    const scale = scaleOf(width, height, 3);
+    assert.ok(width * scale <= 16384 && height * scale <= 16384 && width * height * scale ** 2 <= 16e6 + 1, `${width} x ${height}`);
+  }
 });
 
 test("a line about a span has its length, or the moment", () => {

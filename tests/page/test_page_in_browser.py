@@ -13,11 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support.faces import ScriptedWorker, job, served
+from tests.support.faces import ThreadedWorker, job, served
 from tests.support.traces import check
 from tests.support.waiting import until
 
 from rookery.client import Client, Job
+from rookery.errors import Unauthorized
 from rookery.server.launcher import EmbeddedService
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="make test-page installs it")
@@ -125,7 +126,7 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
         address = f"127.0.0.1:{broken.server_port}"
         with (
             served(tmp_path_factory.mktemp("town"), reachable_hosts=address) as service,
-            ScriptedWorker.of(service),
+            ThreadedWorker.of(service),
             Client(service.url, service.key) as admin,
         ):
             yield Town(service, admin, f"http://{address}")
@@ -278,6 +279,73 @@ def test_charts_continue_after_refusals_and_a_hidden_page(page: Any, town: Town)
     page.wait_for_selector(".badge.cancelled")
 
 
+def test_deleted_run_is_named_while_it_is_viewed(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    short = town.ada.submit(job(name="short"))
+    assert short.wait().state == "completed"
+    page.goto(f"{town.service.url}/#/run/{short.id}")
+    page.wait_for_selector(".chart canvas")
+    short.delete()
+    page.wait_for_selector("[role=status] >> text=This run is deleted. The figures below are from before.")
+    assert page.locator(".chart canvas").count() > 0
+
+
+def test_page_waits_for_a_service_that_is_starting(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    refusals = [503, 429]
+
+    def refuse(route: Any) -> None:
+        route.fulfill(status=refusals.pop(), json={"error": "starting"}) if refusals else route.continue_()
+
+    page.route("**/api/v1/account", refuse)
+    page.reload()
+    page.wait_for_selector("[role=alert] >> text=starting")
+    assert page.locator("#key").count() == 0, "it is signed in"
+    page.wait_for_selector("header.top")
+    assert not refusals and page.locator("[role=alert]").count() == 0
+
+
+def test_tab_follows_a_sign_in_of_another_tab(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    other = page.context.new_page()
+    other.set_default_timeout(WAIT)
+    other.goto(town.service.url)
+    other.click("text=Sign out")
+    sign_in(other, town, "bob")
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    page.wait_for_selector(".who .name >> text=bob")
+    page.wait_for_selector("text=No runs yet")
+    other.close()
+
+
+@pytest.mark.parametrize("hours", [-5, 5])
+def test_reader_with_a_wrong_clock_reads_the_true_age_of_a_run(chromium: Any, town: Town, hours: int) -> None:
+    context = chromium.new_context()
+    page = context.new_page()
+    page.set_default_timeout(WAIT)
+    page.add_init_script(f"const own = Date.now; Date.now = () => own() + {hours * 3_600_000};")
+    sign_in(page, town, "ada")
+    age = page.locator("tr", has_text="sums").locator("td").last
+    page.wait_for_selector("tbody >> text=sums")
+    assert "h" not in age.inner_text() and age.inner_text() != "0 s ago"
+    context.close()
+
+
+def test_charts_change_their_colors_with_the_system(page: Any, town: Town) -> None:
+    page.emulate_media(color_scheme="light")
+    sign_in(page, town, "ada")
+    drawn = "() => document.querySelector('canvas').toDataURL()"
+    for view in ("", "/timeline"):
+        page.goto(f"{town.service.url}/#/run/{town.done.id}{view}")
+        page.wait_for_selector("canvas")
+        page.wait_for_timeout(300)
+        light = page.evaluate(drawn)
+        page.emulate_media(color_scheme="dark")
+        page.wait_for_function(f"light => ({drawn})() !== light", arg=light)
+        page.emulate_media(color_scheme="light")
+        page.wait_for_function(f"light => ({drawn})() === light", arg=light)
+
+
 def test_strange_values_do_not_end_the_page(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
     of_groups = f"**/api/v1/jobs/{town.done.id}/groups?*"
@@ -298,6 +366,9 @@ def test_strange_values_do_not_end_the_page(page: Any, town: Town) -> None:
     page.wait_for_selector("[role=alert] >> text=The page cannot show this")
     page.goto(f"{town.service.url}/#/run/100%")
     page.wait_for_selector("[role=alert] >> text=no job")
+    page.goto(f"{town.service.url}/#/constructor")
+    page.wait_for_selector("text=There is no such view")
+    assert page.title() == "No such view – Rookery"
     page.click("nav >> text=Runs")
     page.wait_for_selector("tbody tr")
     assert page.title() == "Runs – Rookery"
@@ -493,6 +564,35 @@ def test_a_refused_job_has_a_reason(page: Any, town: Town) -> None:
     page.wait_for_selector("[role=alert] >> text=stop.steps")
 
 
+def test_number_that_is_typed_arrives_as_it_is_written(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/new")
+    page.wait_for_selector(".yaml")
+    field = page.locator("details:has(summary:has-text('sampling')) label:has-text('temperature') input").first
+    if not field.is_visible():
+        page.click("summary:has-text('sampling')")
+    for typed, written in (("0.05", "0.05"), ("1.50", "1.5"), ("1e-3", "0.001"), ("10.05", "10.05")):
+        field.fill("")
+        field.press_sequentially(typed)
+        page.wait_for_selector(f".yaml >> text=temperature: {written}")
+        assert float(field.input_value()) == float(typed)
+
+
+def test_enter_that_ends_a_composition_of_letters_sends_nothing(page: Any, town: Town) -> None:
+    """Where letters are composed of several keys, as in Chinese or Japanese, Enter takes the composed ones."""
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/chat")
+    page.wait_for_selector("text=Its replies stand here")
+    page.fill("textarea[aria-label='Message']", "にほん")
+    press = """(one, composing) => one.dispatchEvent(
+        new KeyboardEvent("keydown", { key: "Enter", bubbles: true, isComposing: composing }))"""
+    message = page.locator("textarea[aria-label='Message']")
+    message.evaluate(press, True)
+    assert message.input_value() == "にほん"
+    message.evaluate(press, False)
+    page.wait_for_selector(".message.user >> text=にほん")
+
+
 def test_chat_shows_base_and_version_side_by_side(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
     page.goto(f"{town.service.url}/#/chat?target={town.done.id}")
@@ -609,6 +709,17 @@ def test_administrator_sees_fleet_usage_and_tenants_and_makes_a_key(page: Any, t
     page.wait_for_selector("td >> text=2 *")
     with Client(town.service.url, key) as eve:
         assert eve.views() == []
+        page.click("button >> text=Revoke")
+        page.wait_for_selector("[role=alert] >> text=Revoke it for good?")
+        assert page.evaluate("document.activeElement.textContent") == "No"
+        page.keyboard.press("Enter")
+        page.wait_for_selector("[role=alert]", state="detached")
+        assert page.evaluate("document.activeElement.textContent") == "Revoke" and eve.views() == []
+        page.click("button >> text=Revoke")
+        page.click("button >> text=Yes, revoke")
+        page.wait_for_selector("td >> text=/^revoked/")
+        with pytest.raises(Unauthorized):
+            eve.views()
 
 
 def test_events_and_alarms_of_a_run_are_shown(page: Any, town: Town) -> None:
@@ -691,6 +802,13 @@ def test_keyboard_alone_reaches_a_token(page: Any, town: Town) -> None:
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowLeft")
     page.wait_for_selector(".token.at")
+    for _ in range(60):  # to the first token of the prompt, which is above what is seen
+        page.keyboard.press("ArrowLeft")
+    inside = """one => {
+        const [box, own] = [one.parentElement.getBoundingClientRect(), one.getBoundingClientRect()];
+        return own.top >= box.top - 1 && own.bottom <= box.bottom + 1;
+    }"""
+    assert page.locator(".token.at").count() == 1 and page.locator(".token.at").evaluate(inside)
     page.goto(f"{town.service.url}/#/runs")
     page.wait_for_selector("tbody a")
     for _ in range(40):
@@ -699,6 +817,30 @@ def test_keyboard_alone_reaches_a_token(page: Any, town: Town) -> None:
             break
     page.keyboard.press("Enter")
     page.wait_for_selector(".facts")
+    page.wait_for_function("() => document.activeElement === document.querySelector('main')")
+
+
+def test_each_line_has_the_direction_of_its_letters(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    group = town.done.groups()[0].group
+
+    def arabic(route: Any) -> None:
+        answer = route.fetch()
+        route.fulfill(response=answer, json={**answer.json(), "prompt": "plain\n\u0633\u0624\u0627\u0644"})
+
+    page.route(f"**/groups/{group}", arabic)
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/group/{group}")
+    page.wait_for_selector("pre >> text=plain")
+    sides = page.locator("section.panel pre").first.evaluate(
+        """one => [0, 6].map((at) => {
+            const range = document.createRange(), box = one.getBoundingClientRect();
+            range.setStart(one.firstChild, at);
+            range.setEnd(one.firstChild, at + 4);
+            const own = range.getBoundingClientRect();
+            return own.left - box.left < box.right - own.right ? "left" : "right";
+        })"""
+    )
+    assert sides == ["left", "right"]
 
 
 def test_prompts_errors_and_warnings_with_markup_are_text_everywhere(page: Any, town: Town) -> None:

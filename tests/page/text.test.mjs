@@ -11,6 +11,13 @@ test("reasoning and tool calls stand apart, also where they do not end", () => {
   assert.deepEqual(text.segments("<b>bold</b>"), [{ kind: "text", text: "<b>bold</b>" }]);
 });
 
+test("reasoning that the prompt has opened ends where the reply closes it", () => {
+  assert.deepEqual(text.segments("so 4.\n</think>\n4"), [{ kind: "think", text: "so 4." }, { kind: "text", text: "\n4" }]);
+  assert.deepEqual(text.segments("a</thinking><tool_call>{}</tool_call>"), [{ kind: "think", text: "a" }, { kind: "tool", text: "{}" }]);
+  assert.deepEqual(text.segments("</think>4"), [{ kind: "text", text: "4" }]);
+  assert.deepEqual(text.segments("a<think>b</think>c</think>d"), [{ kind: "text", text: "a" }, { kind: "think", text: "b" }, { kind: "text", text: "c</think>d" }]);
+});
+
 test("a strip marks masked tokens, new versions, other workers and gaps", () => {
   const tokens = text.stripTokens({
     prompt: [9], prompt_texts: ["p"], tokens: [1, 2, 3, 4], texts: ["a", "b", "c", "d"], mask: [true, false, true, true],

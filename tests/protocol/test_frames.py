@@ -9,6 +9,7 @@ from array import array
 from typing import Any
 
 import pytest
+from tests.support.peers import settle
 from websockets.asyncio.server import ServerConnection, serve
 
 from rookery import protocol
@@ -162,7 +163,7 @@ async def test_a_tenants_messages_delay_anothers_by_one() -> None:
     outbox = Outbox(connection, 1, SystemClock())
     offers = [outbox.offer(reset(f"a{number}"), "a") for number in range(1000)]
     writing = asyncio.create_task(outbox.write())
-    await asyncio.sleep(0)
+    await settle(1)
     outbox.offer(reset("b0"), "b")
     outbox.post(protocol.CloseEpisode(episode="a0"), "a")
     outbox.post(protocol.CloseEpisode(episode="b0"), "b")
@@ -184,7 +185,7 @@ async def test_a_frame_is_made_in_its_turn_and_one_that_cannot_be_made_fails_alo
     offers = [outbox.offer(message, "a") for message in (first, large, last, *unfit)]
     offers.append(outbox.offer(reset("after"), "a"))
     writing = asyncio.create_task(outbox.write())
-    await asyncio.sleep(0)
+    await settle(1)
     last.episode = "changed"  # no frame of it is kept
     await connection.accept(3)
     assert connection.episodes() == ["one", "changed", "after"]

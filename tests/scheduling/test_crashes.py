@@ -25,6 +25,9 @@ LATE = Starting(109.0, 0, assembling=False)
         (last(), "boot", set()),
         (last(a=BUSY), "boot", {"a"}),
         (last(a=BUSY), "next", set()),  # the machine started again
+        (last(a=BUSY, short=1), "next", set()),
+        (last(a=BUSY, short=2), "next", {"a"}),  # on another machine after each of three short lives
+        (last(seconds=100, a=BUSY, short=9), "next", set()),
         (last(a=BUSY, b=READY), "boot", {"a"}),  # what it was doing
         (last(a=BUSY, b=BUSY), "boot", {"a", "b"}),
         (last(a=READY, b=READY), "boot", set()),  # a kill at any moment shows nothing

@@ -16,7 +16,6 @@ from rookery.scheduling.replication import (
     Replica,
     Route,
     hops_of,
-    last_reserved,
     plan_routes,
 )
 
@@ -155,13 +154,6 @@ def test_failures_make_no_circle_and_no_route_to_a_failed_source(count: int, sit
             while (after := source.get(at)) not in (None, SERVICE):
                 at, steps = after, steps + 1  # type: ignore[assignment]
                 assert steps <= len(source), f"{start} waits for itself"
-
-
-def test_last_reserved_holder_is_the_only_complete_reserved_one() -> None:
-    spot, part = replica("spot", "s0", reserved=False), replica("part", "s0", source="trainer")
-    assert last_reserved([TRAINER, spot, part]) == "trainer"
-    assert last_reserved([TRAINER, replica("other", "s1"), spot]) is None
-    assert last_reserved([spot, part]) is None
 
 
 def test_decision_for_a_thousand_receivers_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:

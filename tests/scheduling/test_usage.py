@@ -285,7 +285,8 @@ async def test_chat_requests_and_clients_models_are_charged_to_their_tenants(ser
     reply = await rollouts.sample(question())
     assert reply.tokens
     row = PolicyRow(id="policy-of-a-client", tenant="bob", name="run", rank=16, alpha=32.0, targets=["q"])
-    run = PolicyRun(rooms.training, rooms.weights, lease, MODEL, PolicyVersions(context, rooms.collector, row))
+    versions = PolicyVersions(context, context.records.spans, rooms.collector, row)
+    run = PolicyRun(rooms.training, rooms.weights, lease, MODEL, versions)
     await run.create(first_version, 0, None)
     busy.worker.answer = None
 

@@ -16,7 +16,7 @@ from tests.support.draws import examples
 from rookery.scheduling.fair_slices import ServedItems, fair_items, most_rows, next_row, short_of_rows
 from rookery.scheduling.queues import FairQueue, TokenCounters
 from rookery.scheduling.worker_time import WorkerTime
-from rookery.worker.compute import TimeSlice, next_slice, within_slice
+from rookery.worker.compute import TimeSlice, divide_slices, next_slice, within_slice
 
 ROWS = 64
 SLICE = 0.1
@@ -34,9 +34,14 @@ class Part:
 
 class Worker:
     """An engine whose rows the large tenant fills, and a trainer where it always has a batch. The small tenant's job
-    decodes with a few rows for so many slices, then trains for so many, and begins again."""
+    decodes with a few rows for so many slices, then trains for so many, and begins again. The large one's training
+    slices take ``long`` times as long as its own. ``debts``: engine and trainer owe each other time for ever."""
 
-    def __init__(self, decode: int, train: int, rows: int, *, fair: bool, large: bool = True) -> None:
+    def __init__(
+        self, decode: int, train: int, rows: int, *, fair: bool, large: bool = True, long: float = 1.0,
+        debts: bool = False,
+    ) -> None:  # fmt: skip
+        self.long, self.debts = long, debts
         self.left = {"decode": decode, "train": train}
         self.phases, self.rows, self.fair, self.large = dict(self.left), rows, fair, large
         self.parts = [TimeSlice(Part(), lambda: bool(self.engine())), TimeSlice(Part(), lambda: bool(self.trainer()))]
@@ -55,8 +60,10 @@ class Worker:
 
     def slice(self) -> None:
         if self.fair:
-            for part, share in zip(self.parts, self.time.divide(self.engine(), self.trainer()), strict=True):
-                part.share = 2 * share
+            clocks = [part.clock for part in self.parts]
+            divide_slices(self.parts, self.time, self.engine(), self.trainer())
+            for part, clock in zip(self.parts, clocks, strict=True):
+                part.clock = clock if self.debts else part.clock
         chosen = next_slice(self.parts)
         assert chosen is not None
         if chosen is self.parts[0]:
@@ -69,7 +76,7 @@ class Worker:
         else:
             tenant = self.queue.order(sorted(self.trainer()))[0]  # as the trainer divides its slices
             self.queue.charge(tenant, 1 / self.time.weight_within(tenant))
-            shares, kind, seconds = {tenant: 1.0}, "train", SLICE
+            shares, kind, seconds = {tenant: 1.0}, "train", SLICE * (self.long if tenant == "large" else 1)
         chosen.charge(seconds)
         self.now += seconds
         self.time.charge(seconds, shares)
@@ -101,6 +108,29 @@ def test_a_small_job_keeps_half_of_its_speed_next_to_a_tenant_with_work_everywhe
         assert before < 0.3, "half of the time, in which the steps of a full engine are slower than its own"
 
 
+@pytest.mark.parametrize(("decode", "train"), [(10, 3), (20, 2), (3, 3)])
+def test_a_small_job_waits_for_no_debt_of_engine_or_trainer(decode: int, train: int) -> None:
+    alone = Worker(decode, train, 8, fair=True, large=False).rate()
+    before, after = (Worker(decode, train, 8, fair=True, long=8, debts=debts).rate() / alone for debts in (True, False))
+    assert after > 1.05 * before
+
+
+@given(st.lists(st.sampled_from(["", "e", "t", "et"]), min_size=1, max_size=6), st.floats(0.1, 10.0))
+@settings(max_examples=examples(60))
+def test_neither_engine_nor_trainer_starves_however_tenants_arrive(small: list[str], long: float) -> None:
+    parts = [TimeSlice(Part(), lambda: True), TimeSlice(Part(), lambda: True)]
+    time, used = WorkerTime({}), [0.0, 0.0]
+    for number in range(400):
+        phase = small[number % len(small)]
+        divide_slices(parts, time, "l" + "s" * ("e" in phase), "l" + "s" * ("t" in phase))
+        chosen = next_slice(parts)
+        assert chosen is not None
+        seconds = long if chosen is parts[1] else 1.0
+        chosen.charge(seconds)
+        used[parts.index(chosen)] += seconds
+    assert min(used) >= 0.9 * LEAST_SHARE * sum(used) - long
+
+
 def test_a_tenant_alone_has_the_whole_worker() -> None:
     worker = Worker(10, 10, 8, fair=True, large=False)
     worker.rate()
@@ -113,6 +143,9 @@ def test_time_is_divided_where_the_small_tenant_fills_its_half() -> None:
     worker.rate()
     assert worker.used["small"] / worker.used.total() == pytest.approx(0.5, abs=0.05)
 
+
+LEAST_SHARE = 0.25
+"""Of engine or trainer where another tenant has work in the other one only."""
 
 NAMES = "abcd"
 works = st.fixed_dictionaries({name: st.tuples(st.sampled_from([None, 0, 1, 8, 64]), st.booleans()) for name in NAMES})
@@ -294,9 +327,7 @@ class Crowd:
 
     def slice(self) -> None:
         self.dispatch()
-        shares = self.time.divide(self.tenants(self.running), self.operations)
-        for part, share in zip(self.parts, shares, strict=True):
-            part.share = 2 * share
+        divide_slices(self.parts, self.time, self.tenants(self.running), self.operations)
         chosen = next_slice(self.parts)
         assert chosen is not None
         if chosen is self.parts[0]:

@@ -17,7 +17,7 @@ from openai import OpenAI
 from tests.server.test_agents import JOB, Driver, Keyed, Recording, Twice, ask, ends, episodes
 from tests.storage.test_standby import Serving
 from tests.support.faces import served, tokenizer, write_model
-from tests.support.tinkered import free_port
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 import rookery

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,11 +19,12 @@ import msgspec
 import openai
 import pytest
 from openai import OpenAI
-from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
+from tests.support.faces import MODEL, ThreadedWorker, served, tokenizer
 from tests.support.waiting import until
 
 import rookery
 from rookery import protocol
+from rookery.aio import cancel_all
 from rookery.cli.jobs import conversation_lines
 from rookery.client.connection import Record, record
 from rookery.controller.jobs import agent_calls
@@ -51,7 +53,7 @@ JOB: dict[str, Any] = {
 }
 
 
-class Recording(ScriptedWorker):
+class Recording(ThreadedWorker):
     """It keeps the training batches, and what it was asked to generate."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -214,7 +216,7 @@ class Faulty(Twice):
                 return rookery.Outcome(reward=float("nan"))
             case "stuck":
                 await chat(model=llm.model, messages=[message])
-                await asyncio.sleep(1000)
+                await asyncio.Event().wait()
             case "not sampled plainly":
                 await chat(model=llm.model, messages=[message], top_p=0.5)
                 return rookery.Outcome(1.0)
@@ -231,7 +233,6 @@ FAILURES = {
     "other model, caught": "its agent ended without a reply of a policy: 1 calls were refused (model gpt-4o)",
     "no outcome": "run returned float, not a rookery.Outcome",
     "no number": "Faulty.run gave the reward nan (float), expected a finite number (",
-    "stuck": "its agent made no call for 3 s (environment.step_timeout), after 1 replies",
     "not sampled plainly": "none of its agent's 1 calls can be trained on: they change how tokens are sampled",
     "too many calls": "the episode has had its 3 replies (environment.max_turns)",
 }
@@ -240,7 +241,7 @@ FAILURES = {
 def test_each_failure_of_an_agent_is_counted_with_one_line(client: Keyed) -> None:
     Faulty.how = list(FAILURES)
     job = client.train(
-        environment={"hosted": Faulty(), "step_timeout": "3s", "max_turns": 3}, new=True, shuffle=False,
+        environment={"hosted": Faulty(), "max_turns": 3}, new=True, shuffle=False,
         **{**JOB, "algorithm": {"group_size": 2, "groups_per_step": len(FAILURES)}},
     )  # fmt: skip
 
@@ -255,10 +256,27 @@ def test_each_failure_of_an_agent_is_counted_with_one_line(client: Keyed) -> Non
         assert "\n" not in found[number]
 
 
+def errors(client: Keyed, job: rookery.Job) -> set[str]:
+    return {row.error for row in episodes(client, job.id, failed=True)}
+
+
+def test_an_agent_that_is_stuck_after_a_reply_fails(client: Keyed) -> None:
+    Faulty.how = ["stuck"]
+    job = client.train(environment={"hosted": Faulty(), "step_timeout": "1s"}, new=True, **JOB)
+    line = "its agent made no call for 1 s (environment.step_timeout), after 1 replies"
+    until(lambda: any(line in error for error in errors(client, job)), lambda: errors(client, job))
+    job.cancel()
+
+
+A_WHILE = 0.5
+"""Far below the time limit :data:`LIMIT` of a step, and above a seventh of it."""
+
+LIMIT = "3s"
+
+
 class Plain(rookery.Agent):
     """It works for a while and calls, or never returns until ``free`` is set."""
 
-    seconds = 0.4
     free: threading.Event | None = None
 
     def prompts(self, split: str) -> list[dict[str, Any]]:
@@ -267,21 +285,22 @@ class Plain(rookery.Agent):
     def run(self, task: Any, llm: rookery.LLM) -> rookery.Outcome:
         if self.free is not None:
             self.free.wait()
-        time.sleep(self.seconds)
+        time.sleep(A_WHILE)
         messages: Any = [{"role": "user", "content": QUESTION}]
         llm.sync_client.chat.completions.create(model=llm.model, messages=messages)
         return rookery.Outcome(1.0)
 
 
-def one_thread_per_job(patch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def one_thread_per_job(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: dict[str, asyncio.Semaphore] = {}
-    patch.setattr(UserCodeExecutor, "thread_limit", lambda _, job: limits.setdefault(job, asyncio.Semaphore(1)))
+    monkeypatch.setattr(UserCodeExecutor, "thread_limit", lambda _, job: limits.setdefault(job, asyncio.Semaphore(1)))
 
 
-def test_a_plain_agent_that_waits_for_a_thread_is_not_silent(client: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight agents run one after the other: the last one begins long after the limit."""
-    one_thread_per_job(monkeypatch)
-    environment = {"hosted": Plain(), "step_timeout": "1.5s"}
+@pytest.mark.usefixtures("one_thread_per_job")
+def test_a_plain_agent_that_waits_for_a_thread_is_not_silent(client: Keyed) -> None:
+    """Eight agents run one after the other: the last one begins after the limit."""
+    environment = {"hosted": Plain(), "step_timeout": LIMIT}
     algorithm = {"group_size": 4, "groups_per_step": 2}
     job = client.train(environment=environment, new=True, **{**JOB, "algorithm": algorithm, "stop": {"steps": 1}})
     view = ends(job)
@@ -303,14 +322,14 @@ class Slow(rookery.Environment):
     def step(self, reply: rookery.Reply) -> rookery.Step:
         if self.free is not None:
             self.free.wait()
-        time.sleep(0.3)
+        time.sleep(A_WHILE)
         return rookery.Step(reward=float(len(reply.text)), done=True)
 
 
-def test_a_plain_step_that_waits_for_a_thread_is_not_late(client: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight steps run one after the other: the last one begins long after the limit."""
-    one_thread_per_job(monkeypatch)
-    environment = {"hosted": Slow(), "step_timeout": "1s"}
+@pytest.mark.usefixtures("one_thread_per_job")
+def test_a_plain_step_that_waits_for_a_thread_is_not_late(client: Keyed) -> None:
+    """Eight steps run one after the other: the last one begins after the limit."""
+    environment = {"hosted": Slow(), "step_timeout": LIMIT}
     algorithm = {"group_size": 4, "groups_per_step": 2}
     job = client.train(environment=environment, new=True, **{**JOB, "algorithm": algorithm, "stop": {"steps": 1}})
     view = ends(job)
@@ -318,36 +337,38 @@ def test_a_plain_step_that_waits_for_a_thread_is_not_late(client: Keyed, monkeyp
     assert view.counters.get("episodes_failed", 0) == 0
 
 
-def test_steps_that_keep_all_threads_and_those_that_wait_for_one_fail(
-    client: Keyed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one_thread_per_job(monkeypatch)
-    monkeypatch.setattr(Slow, "free", free := threading.Event())
-    job = client.train(environment={"hosted": Slow(), "step_timeout": "0.5s"}, new=True, **JOB)
-    try:
-        until(lambda: len({row.error for row in episodes(client, job.id, failed=True)}) == 2)
-        late, waits = sorted({row.error for row in episodes(client, job.id, failed=True)}, key=len)
-        assert late == "step was not answered within 0.5 s"
-        assert waits.startswith(("step waited 0.5 s for a thread of its host", "reset waited 0.5 s for a thread"))
-    finally:
-        job.cancel()
-        free.set()
+class HeldStep(Slow):
+    free = threading.Event()
 
 
-def test_agents_that_keep_all_threads_and_those_that_wait_for_one_fail(
-    client: Keyed, monkeypatch: pytest.MonkeyPatch
+class HeldAgent(Plain):
+    free = threading.Event()
+
+
+@pytest.mark.usefixtures("one_thread_per_job")
+@pytest.mark.parametrize(
+    ("held", "keeps", "waits"),
+    [
+        (HeldStep, "step was not answered within 0.5 s", r"(step|reset) waited 0\.5 s for a thread of its host"),
+        (
+            HeldAgent,
+            r"its agent made no call for 0\.5 s \(environment\.step_timeout\), after 0 replies",
+            r"its agent waited 0\.5 s \(environment\.step_timeout\) for a thread of its host",
+        ),
+    ],
+)
+def test_calls_that_keep_all_threads_and_those_that_wait_for_one_fail(
+    client: Keyed, held: type[HeldStep | HeldAgent], keeps: str, waits: str
 ) -> None:
-    one_thread_per_job(monkeypatch)
-    monkeypatch.setattr(Plain, "free", free := threading.Event())
-    job = client.train(environment={"hosted": Plain(), "step_timeout": "0.5s"}, new=True, **JOB)
+    held.free.clear()
+    job = client.train(environment={"hosted": held(), "step_timeout": "0.5s"}, new=True, **JOB)
     try:
-        until(lambda: len({row.error for row in episodes(client, job.id, failed=True)}) == 2)
-        silent, waits = sorted({row.error for row in episodes(client, job.id, failed=True)}, key=len)
-        assert "its agent made no call for 0.5 s (environment.step_timeout), after 0 replies" in silent
-        assert "its agent waited 0.5 s (environment.step_timeout) for a thread of its host" in waits
+        for line in (keeps, waits):
+            until(lambda line=line: any(re.search(line, error) for error in errors(client, job)),
+                  lambda: errors(client, job))  # fmt: skip
     finally:
         job.cancel()
-        free.set()
+        held.free.set()
 
 
 class Team(Twice):
@@ -414,6 +435,20 @@ def opened(driver: Driver) -> Iterator[tuple[Any, OpenAI]]:
 def ask(llm: OpenAI, *messages: Any, **options: Any) -> Any:
     asked = [{"role": "user", "content": text} if isinstance(text, str) else text for text in messages]
     return llm.chat.completions.create(**{"model": "main", "messages": asked, **options})
+
+
+def give_up(llm: OpenAI, text: str, when: Callable[[], bool]) -> None:
+    """Ask, and disconnect without an answer as soon as ``when`` holds."""
+
+    async def main() -> None:
+        async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0) as client:
+            asked = client.chat.completions.create(model="main", messages=[{"role": "user", "content": text}])
+            call = asyncio.create_task(asked)
+            await asyncio.to_thread(until, when)
+            assert not call.done()
+            await cancel_all(call)
+
+    asyncio.run(main())
 
 
 @pytest.fixture
@@ -716,7 +751,7 @@ def test_an_end_that_was_not_stored_can_be_repeated(driver: Driver, monkeypatch:
         ending = pool.submit(driver.finish, episode, 0.5)
         until(lambda: httpx.get(f"{episode.base_url}/models", headers=llm.auth_headers, timeout=60).status_code != 200)
         driver.job.pause()
-        answer = ending.result(10)
+        answer = ending.result(60)
         assert answer.status_code == 503 and "was not stored" in answer.text
         patch.undo()
         driver.job.resume()
@@ -728,16 +763,17 @@ def test_a_call_whose_response_was_lost_gets_the_reply_that_was_sampled(
     driver: Driver, worker: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its client was gone when the reply was being stored."""
-    store = Progress.store
+    store, stored = Progress.store, threading.Event()
 
     async def slow(progress: Progress, work: Any, *arguments: Any, **named: Any) -> Any:
         await store(progress, work, *arguments, **named)
-        await asyncio.sleep(60)
+        if work is jobs.save_turns:
+            stored.set()
+            await asyncio.Event().wait()
 
     with opened(driver) as (episode, llm), monkeypatch.context() as patch:
         patch.setattr(Progress, "store", slow)
-        with pytest.raises(openai.APITimeoutError):
-            ask(llm.with_options(timeout=1), "a?")
+        give_up(llm, "a?", stored.is_set)
         patch.undo()
         text = ask(llm, "a?").choices[0].message.content
         asked = [request.request for request in worker.asked if request.request.startswith(episode.episode)]
@@ -748,8 +784,14 @@ def test_a_call_whose_response_was_lost_gets_the_reply_that_was_sampled(
     assert len(turns) == 2 and text in ("4", "five"), "only one whose response was lost is repeated"
 
 
-def test_the_tokens_of_an_episode_have_a_bound(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def one_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens of an episode are stored as the model's context has."""
     monkeypatch.setattr(agent_calls, "STORED_CONTEXTS", 1)
+
+
+@pytest.mark.usefixtures("one_context")
+def test_the_tokens_of_an_episode_have_a_bound(driver: Driver) -> None:
     with opened(driver) as (episode, llm):
         used = 0
         while used < 512:  # the context of the model
@@ -759,10 +801,8 @@ def test_the_tokens_of_an_episode_have_a_bound(driver: Driver, monkeypatch: pyte
         assert driver.finish(episode).status_code == 200
 
 
-def test_calls_in_flight_count_as_stored_tokens(
-    driver: Driver, worker: Recording, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agent_calls, "STORED_CONTEXTS", 1)
+@pytest.mark.usefixtures("one_context")
+def test_calls_in_flight_count_as_stored_tokens(driver: Driver, worker: Recording) -> None:
     with opened(driver) as (episode, llm), ThreadPoolExecutor(8) as threads:
         worker.stuck, limited = True, llm.with_options(timeout=5)
         try:
@@ -803,18 +843,18 @@ def test_nothing_is_kept_of_calls_that_an_agent_gave_up(
     close = RolloutScheduler.close_episode
 
     def count(rollouts: RolloutScheduler, job: str, episode: str) -> None:
-        before = len(rollouts.requests.get(job, {}))
+        before = len(rollouts.requests.of(job=job))
         close(rollouts, job, episode)
-        kept.append((before, len(rollouts.requests.get(job, {}))))
+        kept.append((before, len(rollouts.requests.of(job=job))))
 
     monkeypatch.setattr(RolloutScheduler, "close_episode", count)
     with opened(driver) as (episode, llm):
         ask(llm, "a?")
-        worker.stuck = True
+        worker.stuck, before = True, len(worker.asked)
         try:
-            for _ in range(2):
-                with pytest.raises(openai.APITimeoutError):
-                    ask(llm.with_options(timeout=0.5), "b?")
+            give_up(llm, "b?", lambda: len(worker.asked) > before)
+            with pytest.raises(openai.APITimeoutError):
+                ask(llm.with_options(timeout=0.5), "b?")
         finally:
             worker.stuck = False
         assert driver.finish(episode).status_code == 200

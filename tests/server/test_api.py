@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served
+from tests.support.faces import MODEL, ThreadedWorker, adapter_files, job, served
 from tests.support.waiting import until
 
 from rookery.controller import episode_views, views
@@ -43,7 +43,7 @@ class Faces:
     ada: httpx.Client
     bob: httpx.Client
     done: dict[str, Any]
-    worker: ScriptedWorker
+    worker: ThreadedWorker
 
 
 def end_of(client: httpx.Client, id: str) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
@@ -68,7 +68,7 @@ def faces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faces]:
         def client(key: str) -> httpx.Client:
             return httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
 
-        with client(service.key) as admin, ScriptedWorker.of(service) as worker:
+        with client(service.key) as admin, ThreadedWorker.of(service) as worker:
             keys = []
             for name in ("ada", "bob"):
                 tenant = admin.post("/api/v1/tenants", json={"name": name}).json()
@@ -631,6 +631,21 @@ def test_port_in_use_and_second_service_are_refused(faces: Faces, tmp_path: Path
         assert httpx.get(f"{second.url}/healthz", timeout=60).status_code == 200
 
 
+@pytest.mark.parametrize(("host", "dialled"), [("::", ("[::1]", "127.0.0.1")), ("0.0.0.0", ("127.0.0.1",))])
+def test_a_service_on_all_addresses_is_reached_by_both_protocols(
+    host: str, dialled: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As probes and clients of a cluster with both reach it."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6, dualstack_ipv6=False).close()
+    except OSError:
+        pytest.skip("no address of IPv6 here")
+    with served(tmp_path, host=host) as service:
+        port = service.url.rpartition(":")[2]
+        for address in dialled:
+            assert httpx.get(f"http://{address}:{port}/healthz", timeout=60).json()["service"] == "rookery"
+
+
 def test_stop_ends_streams_and_jobs_resume_at_the_next_start(tmp_path: Path) -> None:
     opened, ended = threading.Event(), threading.Event()
 
@@ -652,7 +667,7 @@ def test_stop_ends_streams_and_jobs_resume_at_the_next_start(tmp_path: Path) -> 
     with (
         served(tmp_path) as service,
         httpx.Client(base_url=service.url, headers=headers, timeout=60) as client,
-        ScriptedWorker.of(service),
+        ThreadedWorker.of(service),
     ):
         assert end_of(client, id)[1]["state"] == "completed"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support.faces import ScriptedWorker, job, served
+from tests.support.faces import ThreadedWorker, job, served
 
 import rookery
 from rookery.cli import main
@@ -54,7 +54,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     """A job that has ended."""
     with (
         served(tmp_path_factory.mktemp("episodes"), failure_rate_window=10**6) as service,
-        ScriptedWorker.of(service),
+        ThreadedWorker.of(service),
         Client(service.url, service.key) as client,
     ):
         spec = job()
@@ -110,6 +110,18 @@ def test_episode_has_what_each_turn_earned_and_its_tokens(recorded: Recorded) ->
     assert scored > 0, "groups with variance were differentiated"
 
 
+def test_letters_of_several_tokens_are_whole_in_the_strip(recorded: Recorded) -> None:
+    said = "Größe 😀 سؤال 漢字"
+    rows = [{"prompt": said, "answer": "4"}] * 3
+    made = recorded.client.submit(job(name="letters", environment={"id": "jsonl", "rows": rows, "verifier": "exact"}))
+    assert made.wait().state == "completed"
+    for line in made.episodes(failed=False):
+        for strip in made.episode(line.episode).trajectories:
+            texts = [*strip.prompt_texts, *strip.texts]
+            assert said in "".join(texts) and "\ufffd" not in "".join(texts)
+            assert len(texts) == len(strip.prompt) + len(strip.tokens)
+
+
 def test_episodes_are_found_by_text_reward_state_and_step(recorded: Recorded) -> None:
     job = recorded.job
     failed = job.episodes(failed=True, limit=100)
@@ -156,7 +168,7 @@ def test_texts_that_are_not_kept_leave_rewards(tmp_path_factory: pytest.TempPath
     root = tmp_path_factory.mktemp("trimmed")
     with (
         served(root, trajectory_keep=4) as service,
-        ScriptedWorker.of(service),
+        ThreadedWorker.of(service),
         Client(service.url, service.key) as client,
     ):
         made = client.submit(job(stop={"steps": 4}))

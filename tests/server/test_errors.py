@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from tests.support.faces import MODEL, ScriptedWorker, job, served, write_model
+from tests.support.faces import MODEL, ThreadedWorker, job, served, write_model
 from tests.support.waiting import until
 
 from rookery.controller.controller import Controller
@@ -191,7 +191,7 @@ def test_a_row_that_is_taken_is_shown_by_every_result(service: EmbeddedService) 
     odd = {"prompt": "\x00 \x85\u2028\ufeff", "answer": "4", "k\x00": deepest, "n": numbers}
     rows = [json.dumps({**odd, "prompt": prompt}).encode() for prompt in (odd["prompt"], "b")]
     with (
-        ScriptedWorker.of(service),
+        ThreadedWorker.of(service),
         httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60) as client,
     ):
         train, held_out = (client.post("/api/v1/datasets", content=row).json()["dataset"] for row in rows)

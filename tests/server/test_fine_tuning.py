@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 from rookery.server.launcher import EmbeddedService
@@ -182,9 +182,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.heavy
 @pytest.mark.timeout(1200)
 def test_a_paused_job_survives_a_kill_and_mistakes_name_their_argument(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {
         **os.environ, "ROOKERY_DATA": str(tmp_path / "data"), "ROOKERY_PORT": str(port), "ROOKERY_MODELS": MODEL,
         "ROOKERY_WORKERS": "1",

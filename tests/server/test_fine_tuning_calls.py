@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tests.support.faces import MODEL, ScriptedWorker, served
+from tests.support.faces import MODEL, ThreadedWorker, served
 from tests.support.waiting import until
 
 from rookery.storage.artifacts import MANIFEST
@@ -48,7 +48,7 @@ class Called:
 
 @pytest.fixture(scope="module")
 def called(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Called]:
-    with served(tmp_path_factory.mktemp("calls")) as service, ScriptedWorker.of(service):
+    with served(tmp_path_factory.mktemp("calls")) as service, ThreadedWorker.of(service):
         headers = {"Authorization": f"Bearer {service.key}"}
         with httpx.Client(base_url=f"{service.url}/v1", headers=headers, timeout=60) as http:
             client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0)

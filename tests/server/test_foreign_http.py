@@ -117,6 +117,30 @@ def test_a_get_with_a_body_is_no_socket(service: EmbeddedService, path: str, sta
         assert response_of(connection, bytearray())[0] == status
 
 
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/healthz", 200), ("/api/v1/jobs", 200), ("/api/v1/jobs/", 200), ("/nothing", 404), ("/wire/data/x", 404)],
+)
+def test_a_wish_for_a_socket_is_ignored_where_there_is_none(service: EmbeddedService, path: str, status: int) -> None:
+    """A proxy may send its headers with every request."""
+    url, buffer = httpx.URL(service.url), bytearray()
+    head = f"GET {path} HTTP/1.1\r\nHost: x\r\nX-API-Key: {service.key}\r\n{SOCKET}Sec-WebSocket-Version: 13\r\n\r\n"
+    with socket.create_connection((url.host, url.port or 80), timeout=10) as connection:
+        connection.sendall(head.encode() * 2)
+        for _ in range(2):
+            found, body = response_of(connection, buffer)
+            assert found == status and (status == 200 or body["error"])
+
+
+@pytest.mark.parametrize("path", ["/wire/worker", "/wire/worker/", "/wire/%68ost", "/wire/host?a=b"])
+def test_a_socket_of_any_spelling_is_one(service: EmbeddedService, path: str) -> None:
+    url = httpx.URL(service.url)
+    head = f"GET {path} HTTP/1.1\r\nHost: x\r\nX-API-Key: {service.key}\r\n{SOCKET}Sec-WebSocket-Version: 13\r\n\r\n"
+    with socket.create_connection((url.host, url.port or 80), timeout=10) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(1 << 12).split()[1] in (b"101", b"403")  # the administrator's key is no worker's
+
+
 @pytest.mark.parametrize("headers", ["", H2C, SOCKET])
 def test_connect_is_refused_and_closes_its_connection(service: EmbeddedService, headers: str) -> None:
     with socket.create_connection((service.settings.server.host, int(service.url.rsplit(":", 1)[1]))) as connection:
@@ -145,6 +169,25 @@ def test_refused_request_is_answered_after_earlier_ones(
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * earlier + last.encode())
         assert [response_of(connection, buffer)[0] for _ in range(earlier + 1)] == [200] * earlier + [status]
         assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/v1/jobs/dry-run", job(nonsense=1)),
+        ("/api/v1/jobs/dry-run", job(nonsense="é" * 40_000)),
+        ("/api/v1/jobs/dry-run", {}),
+        ("/v1/chat/completions", {"model": "none"}),
+        ("/api/v1/sample", {"target": "none"}),
+    ],
+    ids=["job", "long", "empty", "chat", "sample"],
+)
+def test_a_byte_order_mark_before_json_means_nothing(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    """As PowerShell and editors of Windows write files."""
+    content, headers = json.dumps(body, ensure_ascii=False).encode(), {"Content-Type": "application/json"}
+    plain, marked = (http.post(path, content=mark + content, headers=headers) for mark in (b"", b"\xef\xbb\xbf"))
+    assert marked.status_code == plain.status_code != 500
+    assert plain.is_success or marked.json() == plain.json()
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/v1/models", "/api/v1/jobs", "/metrics", "/docs", "/nothing"])

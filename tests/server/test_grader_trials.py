@@ -9,7 +9,6 @@ import pytest
 
 from rookery.environments.models import ModelAnswer
 from rookery.environments.verifiers.running_graders import ModelSilent
-from rookery.server import grader_trials
 from rookery.server.grader_trials import GraderTrials
 
 
@@ -55,11 +54,9 @@ def test_a_trial_that_waits_for_a_model_does_not_keep_the_service_from_stopping(
 
 
 @pytest.mark.timeout(30)
-def test_a_model_that_is_silent_ends_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grader_trials, "ANSWER_SECONDS", 0.2)
-
+def test_a_model_that_is_silent_ends_its_trial() -> None:
     async def main() -> None:
-        trials = GraderTrials("bubblewrap", "")
+        trials = GraderTrials("bubblewrap", "", answer_seconds=0.2)
         trial, ended = await trial_that_waits(trials)
         with pytest.raises(ModelSilent, match="does not answer"):
             await trial

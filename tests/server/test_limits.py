@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import gc
+import inspect
 import io
 import json
+import pkgutil
+import random
 import re
 import socket
 import tarfile
@@ -17,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,12 +29,16 @@ from typing import Any, cast
 import httpx
 import pytest
 import uvicorn
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served
+from starlette.requests import ClientDisconnect
+from tests.support.faces import MODEL, ThreadedWorker, adapter_files, job, served
 from tests.support.peers import eventually, settle
 from tests.support.waiting import until
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.server import ServerState
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
@@ -40,11 +49,34 @@ from rookery.clock import SystemClock
 from rookery.controller.service_time import BURST, REFUSED_WAITING, KeylessTime, RequestAccount, ServiceTime
 from rookery.errors import TooManyRequests, Unauthorized
 from rookery.protocol.envhost import MOST_EPISODES
+from rookery.server import response_room, routes
 from rookery.server.auth import Caller, FailedKeys, Keys
-from rookery.server.bodies import INLINE_BYTES, BodyInvalid, BodyRefused, BoundedRequest, TimeKeeper, parse
-from rookery.server.connections import BYTE_SECONDS, CONNECTION_SECONDS, QUEUED, BoundedWebSocket, Connections, Slot
+from rookery.server.bodies import (
+    BODY_RATE,
+    INLINE_BYTES,
+    SENT_BYTES,
+    BodyInvalid,
+    BodyRefused,
+    BoundedRequest,
+    TimeKeeper,
+    parse,
+    parts_of,
+)
+from rookery.server.connections import (
+    BYTE_SECONDS,
+    CONNECTION_SECONDS,
+    EDGE_RULES,
+    QUEUED,
+    BoundedHttp,
+    BoundedWebSocket,
+    Connections,
+    Slot,
+)
 from rookery.server.launcher import EmbeddedService
 from rookery.server.openai_responses import ResponsesRequest
+from rookery.server.response_room import RESPONSE_BYTES, ResponseRoom
+from rookery.server.tinker import calls as tinker_calls
+from rookery.server.tinker import sessions as tinker_sessions
 from rookery.server.tinker.schemas import ModelInput
 from rookery.storage.db import Database
 from rookery.storage.models import KeyRow
@@ -52,6 +84,8 @@ from rookery.storage.repositories import jobs
 from rookery.turns import SPENT
 
 JSON = {"Content-Type": "application/json"}
+
+ROUTE_MODULES = [f"{routes.__name__}.{found.name}" for found in pkgutil.iter_modules(routes.__path__)]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +95,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(root: Path) -> Iterator[EmbeddedService]:
-    with served(root) as service, ScriptedWorker.of(service):
+    with served(root) as service, ThreadedWorker.of(service):
         yield service
 
 
@@ -226,7 +260,7 @@ MUCH = {
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EmbeddedService, httpx.Client, str]]:
     """A service with longer replies, its administrator, and a sampler of Tinker's protocol."""
     root = tmp_path_factory.mktemp("sampled")
-    with served(root) as service, ScriptedWorker.of(service, ("4" * 100, "five" * 25)), admin_of(service) as admin:
+    with served(root) as service, ThreadedWorker.of(service, ("4" * 100, "five" * 25)), admin_of(service) as admin:
         until(lambda: tenant_models(admin) == "loaded")
         session = admin.post("/tinker/api/v1/create_session", json={}).json()["session_id"]
         asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
@@ -534,7 +568,7 @@ def test_half_open_connections_make_no_one_wait(tmp_path: Path) -> None:
     same address, and a worker stays connected."""
     with served(tmp_path, connections=40) as service, ExitStack() as opened:
         client = opened.enter_context(admin_of(service))
-        opened.enter_context(ScriptedWorker.of(service))
+        opened.enter_context(ThreadedWorker.of(service))
         until(lambda: tenant_models(client) == "loaded")
         url = httpx.URL(service.url)
         for _ in range(300):
@@ -548,7 +582,7 @@ def test_half_open_connections_make_no_one_wait(tmp_path: Path) -> None:
 
 
 def test_connection_without_a_request_is_closed(tmp_path: Path) -> None:
-    with served(tmp_path, head_seconds=0.3) as service:
+    with served(tmp_path, head_seconds=1.0) as service:
         url = httpx.URL(service.url)
         for sent, then in ((b"", b""), (HEAD, b""), (HEAD + b"\r\n", b"\r\n"), (HEAD + b"\r\n", HEAD)):
             with socket.create_connection((url.host, url.port or 80), timeout=10) as half:
@@ -563,12 +597,14 @@ def test_connection_without_a_request_is_closed(tmp_path: Path) -> None:
 
 def test_connections_of_workers_and_hosts_outlast_the_time_for_a_head(tmp_path: Path) -> None:
     with (
-        served(tmp_path, head_seconds=0.2) as service,
+        served(tmp_path, head_seconds=1.0) as service,
         admin_of(service) as client,
-        ScriptedWorker.of(service),
+        ThreadedWorker.of(service),
     ):
         until(lambda: tenant_models(client) == "loaded" and metric(service, "environment_hosts") > 0)
-        time.sleep(0.6)
+        url = httpx.URL(service.url)
+        with socket.create_connection((url.host, url.port or 80), timeout=60) as later, suppress(ConnectionResetError):
+            assert later.recv(1) == b"", "a connection that was opened after theirs has used up its time"
         log = (service.settings.data / "logs" / "service.jsonl").read_text()
         assert client.get("/api/v1/health").json()["totals"]["worker_losses"] == 0 and " left" not in log
 
@@ -591,7 +627,7 @@ def test_sockets_without_a_hello_are_bounded(tmp_path: Path) -> None:
         # One more when the service's environment host says hello among them.
         assert metric(service, "connections") <= 8 and metric(service, "connections_evicted_total") in (16, 17)
         client = opened.enter_context(admin_of(service))
-        opened.enter_context(ScriptedWorker.of(service))
+        opened.enter_context(ThreadedWorker.of(service))
         until(lambda: tenant_models(client) == "loaded")
 
 
@@ -638,10 +674,9 @@ def test_bodies_that_never_come_leave_places_for_others(tmp_path: Path) -> None:
         ]
         for one in slow:
             one.sendall(head.encode())
-        began = time.monotonic()
         for _ in range(5):
-            assert httpx.get(f"{service.url}/api/v1/jobs", headers={"X-API-Key": other}, timeout=30).status_code == 200
-        assert time.monotonic() - began < 5
+            answer = httpx.get(f"{service.url}/api/v1/jobs", headers={"X-API-Key": other}, timeout=LONGEST_WAIT)
+            assert answer.status_code == 200
         answers = []
         for one in slow:
             with suppress(OSError):
@@ -677,29 +712,33 @@ def test_new_connections_are_charged_to_the_tenant_of_their_first_request() -> N
 
 
 def test_body_that_comes_steadily_may_take_long(tmp_path: Path) -> None:
-    with served(tmp_path, body_seconds=0.3) as service, admin_of(service) as admin:
+    """Each piece earns ten times the pause after it."""
+    row = b'{"prompt": "a", "answer": ""}\n'
+    with served(tmp_path, body_seconds=1.0) as service, admin_of(service) as admin:
 
         def steadily() -> Iterator[bytes]:
-            for _ in range(10):
+            for _ in range(12):
+                yield row * (int(BODY_RATE) // len(row) + 1)
                 time.sleep(0.1)
-                yield b'{"prompt": "a", "answer": ""}\n' * 10
 
         assert admin.post("/api/v1/datasets", content=steadily()).status_code == 201
 
 
-def test_client_that_reads_nothing_is_disconnected(tmp_path: Path) -> None:
-    """It leaves a large response waiting in the service."""
+@pytest.mark.parametrize("taken", [0, 1], ids=["nothing", "a-byte-at-a-time"])
+def test_client_that_reads_hardly_anything_is_disconnected(tmp_path: Path, taken: int) -> None:
+    """It leaves a large response waiting in the service. A byte now and then is no progress."""
     with served(tmp_path, stall_seconds=0.5) as service, admin_of(service) as admin:
         url = httpx.URL(service.url)
         with socket.socket() as silent:
             silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             silent.connect((url.host, url.port or 80))
             request = f"GET /openapi.json HTTP/1.1\r\nHost: x\r\nX-API-Key: {service.key}\r\n\r\n".encode()
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 60
             while metric(service, "readers_slow_total") == 0 and time.monotonic() < deadline:
                 with suppress(OSError):
                     silent.sendall(request)
-                    time.sleep(0.05)  # a faster one is a flood
+                    time.sleep(0.1)  # faster ones are a flood, before the half second is over
+                    silent.recv(taken)
             assert metric(service, "readers_slow_total") > 0
         assert admin.get("/api/v1/health").status_code == 200
 
@@ -965,13 +1004,157 @@ async def test_a_socket_whose_tenant_is_late_is_not_read() -> None:
     task.cancel()
 
 
+class Unread(Wire):
+    """The transport of a client that reads ``taken`` bytes and no more."""
+
+    def __init__(self, taken: int) -> None:
+        super().__init__()
+        self.left, self.waiting, self.open = taken, 0, True
+        self.protocol: Any = None
+
+    def write(self, data: object) -> None:
+        size = len(cast(bytes, data))
+        self.waiting += max(0, size - self.left)
+        self.left = max(0, self.left - size)
+        if self.waiting > HIGH_WATER_LIMIT:
+            self.protocol.pause_writing()
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting
+
+    def close(self) -> None:
+        """asyncio would close it once all is read."""
+
+    def abort(self) -> None:
+        self.open = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("::1", 1) if name == "peername" else default
+
+
+@pytest.mark.parametrize("size", [100, SENT_BYTES, SENT_BYTES + 1, 3_000_000])
+@pytest.mark.parametrize("closes", [False, True], ids=["kept", "closed"])
+async def test_an_unread_response_is_dropped_with_its_connection(size: int, closes: bool) -> None:
+    """Also one alone, whole or its end, on a connection that sends nothing more, or is closed after it."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["state"]["signed"] = True
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    refusals = Counter[str]()
+    connections = Connections(10, refusals, replace(EDGE_RULES, stall_seconds=0.05))
+    quotas = SimpleNamespace(service_time=ServiceTime(SystemClock(), lambda tenant: 1.0, TooManyRequests))
+    rooms = SimpleNamespace(rooms=SimpleNamespace(quotas=quotas))
+    service = SimpleNamespace(context=rooms, connections=connections, refusals=refusals)
+    config = uvicorn.Config(TimeKeeper(app), log_config=None, http=BoundedHttp)
+    config.load()
+
+    async def loaded(scope: Any, receive: Any, send: Any) -> None:
+        with suppress(ClientDisconnect):
+            await TimeKeeper(app)({**scope, "app": holder}, receive, send)
+
+    holder = SimpleNamespace(state=SimpleNamespace(context=service, sockets=()))
+    config.loaded_app = loaded
+    config.app = holder  # type: ignore[assignment]
+    wire = Unread(0)
+    client = BoundedHttp(config, ServerState(), {})
+    wire.protocol = client
+    client.connection_made(wire)
+    most = 0
+    client.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"Connection: close\r\n" * closes + b"\r\n")
+    async with asyncio.timeout(30):
+        while wire.open:
+            most = max(most, wire.waiting)
+            await asyncio.sleep(0.01)
+    assert refusals == {"readers_slow": 1} and most <= HIGH_WATER_LIMIT + 2 * SENT_BYTES
+
+
+async def test_large_responses_of_a_tenant_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    room, sizes = ResponseRoom(), [RESPONSE_BYTES, 1, RESPONSE_BYTES // 2, RESPONSE_BYTES // 2, 2 * RESPONSE_BYTES]
+    held = 0
+    most: list[int] = []
+
+    async def send(size: int) -> None:
+        nonlocal held
+        await room.take("ada", size)
+        held += size
+        most.append(held - (size if held == size else 0))
+        await settle(1)
+        held -= size
+        room.give("ada", size)
+
+    await asyncio.gather(*(send(size) for _ in range(5) for size in sizes))
+    assert len(most) == 25 and max(most) <= RESPONSE_BYTES, "one alone may be larger"
+    await room.take("ada", 1)
+    monkeypatch.setattr(response_room, "LONGEST_WORK_WAIT", 0.01)
+    with pytest.raises(TooManyRequests, match="1 bytes of responses to you"):
+        await room.take("ada", RESPONSE_BYTES)
+    await room.take("bob", 2 * RESPONSE_BYTES)
+
+
+def all_routes() -> list[APIRoute]:
+    """Of every API, once."""
+    modules = [*map(import_module, ROUTE_MODULES), tinker_calls, tinker_sessions]
+    routers = [router for module in modules for router in vars(module).values() if isinstance(router, APIRouter)]
+    found = {id(route): route for router in routers for route in router.routes}
+    return [route for route in found.values() if isinstance(route, APIRoute)]
+
+
+def test_every_response_that_threads_make_has_room() -> None:
+    """Such a response is large, or made of much."""
+    found = list[str]()
+    for route in all_routes():
+        source = inspect.getsource(route.endpoint)
+        if "GET" in route.methods and re.search(r"encoders|view_response|activity\.trace|targets\(", source):
+            found.append(route.path)
+            needed = [getattr(needed.call, "__name__", "") for needed in route.dependant.dependencies]
+            assert "roomy" in needed or "make_room" in source, route.path
+    assert len(found) > 12
+
+
+def test_every_request_that_reads_page_after_page_waits_for_its_share_in_between() -> None:
+    """Its length is the tenant's choice, such as a filter that nothing passes."""
+    found = list[str]()
+    for route in all_routes():
+        source = inspect.getsource(route.endpoint)
+        nodes = [*ast.walk(ast.parse(source))]
+        loops = [[*ast.walk(node)] for node in nodes if isinstance(node, ast.For | ast.While | ast.AsyncFor)]
+        if "store.read(" in source and any(isinstance(node, ast.Await) for loop in loops for node in loop):
+            found.append(route.path)
+            assert "state.pause()" in source, route.path
+    assert found
+
+
+def test_whole_responses_are_sent_in_pieces() -> None:
+    for size in (0, 1, SENT_BYTES, SENT_BYTES + 1, 5 * SENT_BYTES):
+        for more in (False, True):
+            body = random.randbytes(size)
+            parts = [*parts_of({"type": "http.response.body", "body": body, "more_body": more})]
+            assert b"".join(part["body"] for part in parts) == body
+            assert all(len(part["body"]) <= SENT_BYTES for part in parts)
+            assert [part["more_body"] for part in parts] == [True] * (len(parts) - 1) + [more]
+            assert more or len(parts) == 1 or not parts[-1]["body"], "its end comes when the rest is read"
+
+
+@pytest.mark.parametrize(("size", "count"), [(2, 2000), (100_000, 20)])
+def test_a_host_that_is_closed_during_its_messages_gets_the_close(size: int, count: int, tmp_path: Path) -> None:
+    """Nobody takes those that follow a wrong one, and the host's own close comes after them."""
+    with served(tmp_path) as service:
+        host, _ = dialled(service, keys_of(service, "ada")[0], "host")
+        frame = b"\x82\xff" + size.to_bytes(8) + MASK + b"\xc1" + bytes(size - 1)
+        host.socket.sendall(frame * count)
+        with pytest.raises(ConnectionClosed):  # after a twentieth of a second, where it came after eleven
+            host.recv(timeout=8)
+
+
 def test_messages_of_a_tenants_host_are_read_at_its_share(tmp_path: Path) -> None:
     """They wait in the sockets, and the host stays connected."""
-    share = 0.02
+    share = 0.1
     with served(tmp_path, tenant_service_share=share) as service:
         host, welcome = dialled(service, keys_of(service, "ada")[0], "host")
-        late = protocol.Observation(epoch=welcome.epoch, call="a", episode="a", tokens=[1] * 1_000_000)
-        message = protocol.encode(late)  # of 1 MB, read in 30 ms
+        late = protocol.Observation(epoch=welcome.epoch, call="a", episode="a", tokens=[1] * 100_000)
+        message = protocol.encode(late)  # of 100 kB, read in 3 ms
         flood = memoryview(b"\x82\xff" + len(message).to_bytes(8) + MASK + message)
         until(lambda: metric(service, "environment_hosts") == 2)  # with the service's
         before, began, sent = service_seconds(service, "ada"), time.monotonic(), 0
@@ -1040,6 +1223,27 @@ async def test_wrong_keys_of_one_moment_are_tried_no_more_than_one_by_one() -> N
             pass
     assert await request("right-49") == "valid", "keys of episodes push out no tenant's"
     assert await request("episode") == "TooManyRequests"
+
+
+async def test_a_key_that_is_revoked_while_it_is_read_opens_nothing() -> None:
+    begun, free, row = threading.Event(), threading.Event(), [KeyRow(hash="key", tenant="alice", label="", created=0.0)]
+
+    class Reads:
+        def read(self, function: Any, name: str, *given: Any) -> Any:
+            found = next(iter(row), None)
+            begun.set()
+            assert free.wait(10)
+            return found
+
+    keys = Keys(cast(Database, Reads()), SystemClock())
+    first = asyncio.create_task(keys.find("key"))
+    await asyncio.to_thread(begun.wait)
+    row.clear()
+    keys.forget("key")
+    free.set()
+    assert await first is None, "what it opens now would stay open"
+    assert await keys.find("key") is None
+    keys.close()
 
 
 async def test_stored_keys_of_agents_are_read_apart_and_charged_to_the_request() -> None:

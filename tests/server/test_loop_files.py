@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.support.faces import MODEL, ScriptedWorker, job, served
+from tests.support.faces import MODEL, ThreadedWorker, job, served
 from tests.support.waiting import until
 
 THREAD = "service"
@@ -78,7 +78,7 @@ def ready(http: httpx.Client) -> Iterator[None]:
 def test_the_event_loop_touches_no_file_while_jobs_run_and_callers_read(tmp_path: Path) -> None:
     with (
         served(tmp_path) as service,
-        ScriptedWorker.of(service),
+        ThreadedWorker.of(service),
         httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60) as http,
         ready(http),
         watched() as seen,

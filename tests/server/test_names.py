@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.support.faces import MODEL, ScriptedWorker, job, served
+from tests.support.faces import MODEL, ThreadedWorker, job, served
 from tests.support.waiting import until
 
 from rookery.client import Client, RequestRefused
@@ -20,7 +20,7 @@ from rookery.storage.repositories import jobs, tenants
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
-    with served(tmp_path_factory.mktemp("names")) as running, ScriptedWorker.of(running):
+    with served(tmp_path_factory.mktemp("names")) as running, ThreadedWorker.of(running):
         yield running
 
 

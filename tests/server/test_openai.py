@@ -20,13 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, OpenAI
 from tests.server.test_api import end_of
-from tests.support.faces import MODEL, ScriptedWorker, job, served, tokenizer
+from tests.support.faces import MODEL, ThreadedWorker, job, served, tokenizer
 from tests.support.peers import eventually
 from tests.support.small_model import save_small_model
 from tests.support.waiting import until
 
 from rookery import protocol
 from rookery.server.launcher import EmbeddedService
+from rookery.server.openai import ConversationMessage
 from rookery.server.responses import event_data
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
@@ -347,7 +348,7 @@ def test_echo_scores_the_prompt_as_the_engine_samples_it(face: Open) -> None:
 async def test_engines_that_cannot_change_logits_refuse_at_the_door(tmp_path: Path) -> None:
     """Not where a worker of the model has an engine that can."""
     with served(tmp_path) as service:
-        worker, able = ScriptedWorker.of(service), ScriptedWorker.of(service)
+        worker, able = ThreadedWorker.of(service), ThreadedWorker.of(service)
         worker.engine, able.engine, able.name = "vllm", "native", "able"
         url = f"{service.url}/v1"
         with worker:
@@ -452,6 +453,10 @@ def test_missing_version_is_refused(face: Open, suffix: str) -> None:
             "response_format.json_schema.grammar",
         ),
         ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": "nan"}, "temperature"),
+        ({"logit_bias": {"5": True}}, "logit_bias.5"),
         ({"n": 129}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
@@ -460,7 +465,13 @@ def test_missing_version_is_refused(face: Open, suffix: str) -> None:
         ({"stop": ["x"] * 17}, "stop"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": "x", "name": "Ada"}]}, "messages.0.name"),
+        ({"messages": [{"role": "user", "content": "x", "name": ["Ada"]}]}, "messages.0.name"),
+        ({"messages": [{"role": "user", "content": "x", "name": {"first": "Ada"}}]}, "messages.0.name"),
+        ({"messages": [{"role": "user", "content": "x", "participant": "Ada"}]}, "messages.0.participant"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "provider": {"refusal": "no"}}, *HELLO]},
+            "messages.0.provider",
+        ),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
         ({"model": ""}, "model"),
     ],
@@ -519,6 +530,23 @@ def test_arguments_with_default_values_are_accepted(face: Open) -> None:
     assert answer.choices[0].message.content == face.chat().choices[0].message.content
 
 
+@pytest.mark.parametrize("role", ["user", "system", "developer"])
+def test_names_of_participants_are_passed_to_the_template(face: Open, role: str) -> None:
+    """AutoGen sends them with every message. The template of this model writes none."""
+    given = ConversationMessage.model_validate({"role": role, "content": "x", "name": "Ada"})
+    written = {"role": "user" if role == "user" else "system", "content": "x"}
+    assert given.for_template("messages.0") == {**written, "name": "Ada"} and not given.unread
+    for empty in ("", None, {"first": None}):
+        plain = ConversationMessage.model_validate({"role": role, "content": "x", "name": empty})
+        assert plain.for_template("messages.0") == written
+    litellm = {"role": "assistant", "content": "x", "provider_specific_fields": {"refusal": None}}
+    assert not ConversationMessage.model_validate(litellm).unread
+    messages: list[Any] = [{"role": role, "content": "Be brief."}, *HELLO]
+    named = [{**message, "name": "Ada"} for message in messages]
+    texts = [face.chat(messages=asked).choices[0].message.content for asked in (named, messages)]
+    assert texts[0] == texts[1]
+
+
 def test_malformed_requests_and_unknown_paths_have_openais_format(face: Open) -> None:
     response = face.http.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
     assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
@@ -532,7 +560,7 @@ def test_malformed_requests_and_unknown_paths_have_openais_format(face: Open) ->
 # --- hanging up, stopping ---------------------------------------------------------------------------------------------
 
 
-class Endless(ScriptedWorker):
+class Endless(ThreadedWorker):
     """Says the first token of every answer, and then nothing more."""
 
     def __init__(self, root: Path, service: EmbeddedService) -> None:
@@ -614,14 +642,14 @@ async def test_base_model_is_waited_for_while_a_worker_may_return(tmp_path: Path
             with pytest.raises(openai.InternalServerError, match=f"no worker serves {MODEL} now") as refused:
                 await client.chat.completions.create(**asked)
             assert refused.value.status_code == 503 and "x-should-retry" not in refused.value.response.headers
-            with ScriptedWorker.of(service):
+            with ThreadedWorker.of(service):
                 await until_served(client)
             while (await client.models.list()).data:  # it has left without a word, and may come back
                 pass
             waiting = asyncio.create_task(client.chat.completions.create(**asked))
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(waiting), 0.5)
-            with ScriptedWorker.of(service):
+            with ThreadedWorker.of(service):
                 assert (await waiting).choices[0].message.content in ("4", "five")
 
 

@@ -3,19 +3,22 @@ scripted worker writes."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema_rs
 import openai
 import pytest
 from openai import OpenAI
-from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
+from tests.support.faces import MODEL, ThreadedWorker, served, tokenizer
 from tests.support.small_model import save_small_model
 from tests.support.waiting import until
 
-from rookery.server.openai import UnsupportedField, read_arguments
+from rookery.server.openai import ChatRequest, CompletionRequest, OpenAIModel, UnsupportedField, read_arguments
+from rookery.server.openai_responses import ResponsesRequest
+from rookery.server.token_face import TokenRequest
 from rookery.tokenization.registry import CONFIG, model_folder
 
 USER: list[Any] = [{"role": "user", "content": "What is 1 + 2?"}]
@@ -58,7 +61,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
         token = (service.settings.data / "worker.token").read_text().strip()
         text = f"Wait.\n{CALLS}\n{CALLS}"
         with (
-            ScriptedWorker(service.url, token, words, (text, text)),
+            ThreadedWorker(service.url, token, words, (text, text)),
             OpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0) as client,
         ):
             until(lambda: client.models.list().data)
@@ -361,6 +364,17 @@ def test_response_follows_its_format_and_is_incomplete_where_cut(small: tuple[Op
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"reasoning": "high"}, "reasoning"),
+        ({"reasoning": ["high"]}, "reasoning"),
+        ({"input": [*USER, {"role": "assistant", "content": "So", "tool_calls": [TOOL]}, *USER]}, "input.1.tool_calls"),
+        ({"input": [{"role": "user", "content": "x", "arguments": "{}"}]}, "input.0.arguments"),
+        ({"input": [{"role": "user", "content": "x", "output": "3"}]}, "input.0.output"),
+        ({"input": [*USER, {"type": "function_call", "name": "add", "content": "x"}, *USER]}, "input.1.content"),
+        ({"input": [*USER, {"type": "function_call_output", "output": "x", "role": "user"}]}, "input.1.role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "detail": "high"}]}]},
+         "input.0.content.0.detail"),
+        ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
+        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools.0.defer_loading"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )  # fmt: skip
@@ -370,3 +384,83 @@ def test_wrong_responses_requests_are_refused_by_name(small: tuple[OpenAI, str],
     assert str(refused.value.param).startswith(param), refused.value.message
     line = refused.value.message
     assert "messages" not in line and "response_format" not in line and "\n" not in line, "names of this API"
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+FORM = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+WHOLE: list[tuple[str, type[OpenAIModel], dict[str, Any]]] = [
+    ("/v1/chat/completions", ChatRequest, {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]},
+                     {"role": "assistant", "tool_calls": [CALL]},
+                     {"role": "tool", "tool_call_id": "1", "content": "3"}],
+        "tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}}),
+    ("/v1/chat/completions", ChatRequest, {
+        "messages": USER, "stream": True, "stream_options": {},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}),
+    ("/v1/completions", CompletionRequest, {"prompt": "x", "stream": True, "stream_options": {}}),
+    ("/v1/responses", ResponsesRequest, {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+                  {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
+                  {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "3"}]}],
+        "tools": [TOOL], "tool_choice": {"type": "function", "name": "add"}}),
+    ("/v1/responses", ResponsesRequest, {"input": "x", "stream": True, "stream_options": {}, "text": {"format": FORM}}),
+    ("/inference/v1/generate", TokenRequest, {"token_ids": [1], "sampling_params": {"stream_options": {}}}),
+]  # fmt: skip
+"""Requests that have every model of theirs."""
+
+
+def models_of(annotation: Any) -> set[type[OpenAIModel]]:
+    """The models of requests that an annotation names, and those within them."""
+    if isinstance(annotation, type) and issubclass(annotation, OpenAIModel):
+        return {annotation}.union(*(models_of(field.annotation) for field in annotation.model_fields.values()))
+    return set().union(*map(models_of, get_args(annotation)))
+
+
+def places(model: OpenAIModel, given: Any, where: str) -> Iterator[tuple[str, type[OpenAIModel], dict[str, Any]]]:
+    """Each model of a request: its path, its type and what was given for it."""
+    yield where, type(model), given
+    for name, field in type(model).model_fields.items():
+        value, part = getattr(model, name), given.get(field.alias or name)
+        many = value if isinstance(value, list) else [value]
+        for number, one in enumerate(many):
+            path = f"{where}{field.alias or name}." + (f"{number}." if isinstance(value, list) else "")
+            if isinstance(one, OpenAIModel) and isinstance(part, dict | list):
+                yield from places(one, part[number] if isinstance(value, list) else part, path)
+
+
+def test_an_unknown_field_is_refused_in_every_model_of_a_request(small: tuple[OpenAI, str]) -> None:
+    client, model = small
+    found: set[type[OpenAIModel]] = set()
+    for path, kind, body in WHOLE:
+        whole = {"model": model, **copy.deepcopy(body)}
+        url = f"{str(client.base_url).partition('/v1')[0]}{path}"
+        for where, of, given in [*places(kind.model_validate(whole), whole, "")]:
+            found.add(of)
+            given["no_such_field"] = "x"
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.post(url, body=whole, cast_to=object)
+            name = f"{where}no_such_field".removeprefix("sampling_params.")
+            assert (refused.value.param, refused.value.code) == (name, "unknown_parameter")
+            del given["no_such_field"]
+    assert found == set().union(*(models_of(kind) for _, kind, _ in WHOLE))
+
+
+def test_fields_that_clients_send_back_are_accepted(small: tuple[OpenAI, str]) -> None:
+    client, model = small
+    part = {"type": "output_text", "text": "So", "annotations": [{"type": "url_citation"}], "logprobs": []}
+    items: list[Any] = [
+        *USER, {"type": "message", "id": "m", "status": "completed", "role": "assistant", "content": [part],
+                "phase": "final_answer", "created_by": None},
+        {"type": "function_call", "id": "f", "status": "completed", "call_id": "1", "name": "add", "arguments": "{}",
+         "namespace": None},
+        {"type": "function_call_output", "id": "o", "status": None, "call_id": "1", "output": "3"}]  # fmt: skip
+    options: dict[str, Any] = {"stream_options": {"include_obfuscation": False}, "reasoning": {"effort": "none"}}
+    answer = client.responses.create(model=model, input=items, max_output_tokens=2, **options, stream=False)
+    assert answer.usage and answer.usage.output_tokens
+    messages: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": None, "tool_calls": [{**CALL, "index": 1}], "annotations": []},
+        {"role": "assistant", "content": "{}", "parsed": {"a": 1}, "tool_calls": [
+            {**CALL, "function": {**CALL["function"], "parsed_arguments": {"a": 1}}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"}]  # fmt: skip
+    assert asked(client, model, messages=messages, tools=[ADD], max_tokens=2).usage

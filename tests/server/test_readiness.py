@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from tests.support.peers import ManualClock
 
 from rookery.errors import DatabaseAway
@@ -33,8 +32,7 @@ async def test_an_answer_is_cached_for_a_second_for_all_callers() -> None:
     assert await readiness.problem() == ""
 
 
-async def test_a_database_that_is_silent_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rookery.server.readiness.PATIENCE_SECONDS", 0.01)
+async def test_a_database_that_is_silent_is_asked_once() -> None:
     clock, asked, answer = ManualClock(), 0, asyncio.Event()
 
     async def ask() -> None:
@@ -42,7 +40,7 @@ async def test_a_database_that_is_silent_is_asked_once(monkeypatch: pytest.Monke
         asked += 1
         await answer.wait()
 
-    readiness = Readiness(ask, clock)
+    readiness = Readiness(ask, clock, patience_seconds=0.01)
     for _ in range(5):
         assert "in time" in await readiness.problem()
         clock.now += KEPT_SECONDS

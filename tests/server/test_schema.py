@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from tests.support.draws import MORE, examples
-from tests.support.faces import MODEL, ScriptedWorker, served
+from tests.support.faces import MODEL, ThreadedWorker, served
 
 from rookery.server.app import build
 from rookery.server.launcher import EmbeddedService
@@ -49,7 +49,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EmbeddedS
     root = tmp_path_factory.mktemp("fuzzed")
     with served(root, tenant_requests_per_second=1e9, failed_keys_per_minute=10**9) as service:
         admin = {"Authorization": f"Bearer {service.key}"}
-        worker = ScriptedWorker.of(service)
+        worker = ThreadedWorker.of(service)
         with httpx.Client(base_url=service.url, headers=admin, timeout=60) as http, worker:
             id = http.post("/api/v1/tenants", json={"name": "ada"}).json()["id"]
             key = http.post(f"/api/v1/tenants/{id}/keys", json={}).json()["key"]

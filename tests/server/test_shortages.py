@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.support.faces import ScriptedWorker, job, tokenizer, write_model
+from tests.support.faces import ThreadedWorker, job, tokenizer, write_model
 
 from rookery.client import Client, Job
 from rookery.errors import StorageFull, Unavailable
@@ -96,7 +96,7 @@ def test_job_waits_for_the_exhausted_resource_and_resumes_by_itself(
 ) -> None:
     served, client = process
     token = (tmp_path / "data" / "worker.token").read_text().strip()
-    with ScriptedWorker(client.url, token, tokenizer(tmp_path)):
+    with ThreadedWorker(client.url, token, tokenizer(tmp_path)):
         running = client.submit(job(stop={"steps": 100_000}))
         until(running, lambda state, step: step >= 2)
         before = resource.prlimit(served.pid, kind)
@@ -128,7 +128,7 @@ def test_requests_that_find_no_memory_fail_alone(process: tuple[subprocess.Popen
         assert answer.status_code == 200 or int(answer.headers["Retry-After"]) > 0
         return answer.status_code
 
-    with ScriptedWorker(client.url, token, tokenizer(tmp_path)):
+    with ThreadedWorker(client.url, token, tokenizer(tmp_path)):
         running = client.submit(job(stop={"steps": 100_000}))
         until(running, lambda state, step: step >= 2)
         before = resource.prlimit(served.pid, resource.RLIMIT_AS)

@@ -6,12 +6,12 @@ import json
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.faces import ScriptedWorker, job, served
+from tests.support.faces import ThreadedWorker, job, served
 from tests.support.timelines import check_same, starts_of_run
 
 from rookery.client import Client
@@ -27,7 +27,7 @@ def events(path: Path) -> Counter[str]:
 
 
 def test_ended_run_keeps_its_timeline_and_its_trace_over_a_restart(tmp_path: Path) -> None:
-    with served(tmp_path) as service, ScriptedWorker.of(service), Client(service.url, service.key) as client:
+    with served(tmp_path) as service, ThreadedWorker.of(service), Client(service.url, service.key) as client:
         ended = client.submit(job()).wait()
         about = client.job(ended.id)
         whole = (ended.created - 1, ended.finished + 1)
@@ -90,9 +90,10 @@ async def test_a_picture_of_many_hours_leaves_none_out_without_a_word(hours: int
     async def threads(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
 
-    records = SimpleNamespace(spans=SpanRing(begun=(hours + 1) * HOUR))
-    context = SimpleNamespace(records=records, store=Stored(), threads=threads, clock=SimpleNamespace(time=lambda: 0.0))
-    found, since = await StoredSpans(context).between(0.0, (hours + 1) * HOUR, "job", "ada")  # type: ignore[arg-type]
+    store, clock = cast(Any, Stored()), cast(Any, SimpleNamespace(time=lambda: 0.0))
+    ring = SpanRing(begun=(hours + 1) * HOUR)
+    spans = StoredSpans(store, ring, clock, threads, 1 << 20, lambda: ())
+    found, since = await spans.between(0.0, (hours + 1) * HOUR, "job", "ada")
     kept = [one for one in rows.values() if one.begins >= since]
     assert (since == 0.0) == complete and len(kept) == (hours if complete else 14)
     assert len(found) <= READ_SPANS and sum(span.count for span in found) == sum(one.count for one in kept)

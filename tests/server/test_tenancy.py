@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,9 +24,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served
+from tests.support.faces import MODEL, ThreadedWorker, adapter_files, job, served
 from tests.support.waiting import until
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 import rookery
@@ -97,7 +98,7 @@ NOT_OURS = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/tinker"}
 way."""
 
 
-class Listening(ScriptedWorker):
+class Listening(ThreadedWorker):
     """Keeps the references and tickets that it is given."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -392,6 +393,36 @@ def test_revoked_key_is_refused_and_other_keys_still_work(town: Town) -> None:
     refused = town.admin.delete(f"/api/v1/tenants/{admins[0]}/keys/{own}")
     assert refused.status_code == 409 and "made with that key" in refused.text
     assert town.admin.get("/api/v1/tenants").status_code == 200
+
+
+def test_a_revoked_key_ends_its_open_connections_and_no_other(town: Town) -> None:
+    """A stream, a host that was welcomed, and one that has said nothing yet."""
+    path, socket_url = f"/api/v1/tenants/{town.tenant}/keys", f"{town.service.url.replace('http', 'ws', 1)}/wire/host"
+    keys = {label: town.admin.post(path, json={"label": label}).json()["key"] for label in ("stolen", "own")}
+    with ExitStack() as opened:
+        lines, hosts, silent = {}, {}, {}
+        for label, key in keys.items():
+            headers = {"Authorization": f"Bearer {key}"}
+            client = opened.enter_context(httpx.Client(base_url=town.service.url, headers=headers, timeout=PATIENCE))
+            stream = client.stream("GET", f"/api/v1/jobs/{town.paused}/metrics/stream")
+            lines[label] = opened.enter_context(stream).iter_lines()
+            assert next(lines[label])
+            hosts[label], silent[label] = (
+                opened.enter_context(connect(socket_url, additional_headers=headers)) for _ in range(2)
+            )
+            hosts[label].send(host_hello())
+            hosts[label].recv(timeout=PATIENCE)
+        (row,) = [row for row in town.admin.get(path).json() if row["label"] == "stolen"]
+        town.admin.delete(f"{path}/{row['id']}").raise_for_status()
+        with pytest.raises(httpx.TransportError):
+            deque(lines["stolen"], 0)
+        for socket in (hosts["stolen"], silent["stolen"]):
+            with pytest.raises(ConnectionClosed):
+                while True:
+                    socket.recv(timeout=PATIENCE)
+        assert next(lines["own"]) is not None
+        for socket in (hosts["own"], silent["own"]):
+            assert socket.ping().wait(PATIENCE)
 
 
 def test_start_with_a_revoked_admin_key_is_refused(tmp_path: Path) -> None:

@@ -22,10 +22,18 @@ from rookery.client import Client
 from rookery.clock import SystemClock
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import UserError
+from rookery.network import client_tls
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.repositories import tenants
+
+
+def certify(pem: Path, key: Path) -> None:
+    """Writes a self-signed certificate and its key."""
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    names = ["-subj", "/CN=rookery.test", "-days", "2", "-keyout", str(key), "-out", str(pem)]
+    subprocess.run([*made, *names], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +41,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServic
     """A service with TLS, a self-signed certificate, logs of every level, a real worker and a real environment host."""
     folder = tmp_path_factory.mktemp("secured")
     pem = folder / "certificate.pem"
-    key = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    names = ["-subj", "/CN=rookery.test", "-days", "2", "-keyout", str(folder / "key"), "-out", str(pem)]
-    subprocess.run([*key, *names], check=True, capture_output=True)
+    certify(pem, folder / "key")
     place_model(folder)
     with running(
         folder, tls_cert=str(pem), tls_key=str(folder / "key"), log_level="DEBUG", head_seconds=2.0
@@ -150,11 +156,13 @@ def test_tickets_are_compared_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     compare_digest = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", recorded)
     tickets, digest = Tickets(Artifacts(tmp_path), SystemClock(), 60.0), "0" * 64
-    good = tickets.grant(digest)
-    until, _, signature = good.partition(".")
+    until, signature, tenant = tickets.grant("alice", digest).split(".")
     given = [signature, signature[:-1] + ("0" if signature[-1] != "0" else "1"), signature[:10], ""]
-    assert [tickets.reads(f"{until}.{one}", digest) for one in given] == [True, False, False, False]
-    assert compared == [(one.encode(), signature.encode()) for one in given]
+    assert [tickets.reader(f"{until}.{one}.{tenant}", digest) for one in given] == ["alice", None, None, None]
+    for other in (f"{until}.{signature}.bob", f"{int(until) + 1}.{signature}.alice", f"{until}.{signature}", "", ".."):
+        assert tickets.reader(other, digest) is None
+    assert tickets.reader(f"{until}.{signature}.alice", "1" * 64) is None
+    assert compared[:4] == [(one.encode(), signature.encode()) for one in given]
 
 
 def test_every_response_has_the_headers_that_browsers_heed(secured: EmbeddedService) -> None:
@@ -172,6 +180,34 @@ def test_every_response_has_the_headers_that_browsers_heed(secured: EmbeddedServ
             assert ("script-src" in policy) == (path == "/docs") and "frame-ancestors 'none'" in policy
             assert response.headers["x-content-type-options"] == "nosniff"
             assert (response.headers["x-frame-options"], response.headers["referrer-policy"]) == ("DENY", "no-referrer")
+
+
+def test_renewed_certificates_are_followed_by_both_ends(tmp_path: Path) -> None:
+    """As certbot and cert-manager renew them: in the same files, in which the key may be a moment later."""
+    pem, key, next_pem, next_key = (tmp_path / name for name in ("a.pem", "a.key", "b.pem", "b.key"))
+    certify(pem, key)
+    certify(next_pem, next_key)
+
+    def shown() -> bytes | None:
+        """The certificate that the service shows."""
+        with socket.create_connection(address) as plain, trust.wrap_socket(plain, server_hostname=address[0]) as secure:
+            return secure.getpeercert(binary_form=True)
+
+    with served(tmp_path / "service", tls_cert=str(pem), tls_key=str(key)) as service:
+        address = ("127.0.0.1", int(service.url.rpartition(":")[2]))
+        trust = client_tls(service.url, str(pem))
+        assert trust is not None
+        first = shown()
+        next_pem.replace(pem)
+        assert shown() == shown() == first, "no key fits the new one yet"
+        next_key.replace(key)
+        assert shown() == shown() != first
+        pem.write_text("no certificate")
+        renewed = shown()
+        pem.unlink()
+        assert shown() == renewed != first
+    log = (service.settings.data / "logs" / "service.jsonl").read_text(encoding="utf-8")
+    assert log.count("the earlier one stays in use") == 5, "three mistakes of the service's files, two of the client's"
 
 
 def test_unusable_certificate_is_refused(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ import io
 from pathlib import Path
 
 import httpx
-from tests.support.faces import ScriptedWorker, job, served, tokenizer
+from tests.support.faces import ThreadedWorker, job, served, tokenizer
 
 from rookery.client import Client
 
 
 def test_usage_of_jobs_is_the_same_as_json_and_csv(tmp_path: Path) -> None:
-    with served(tmp_path) as service, ScriptedWorker.of(service), Client(service.url, service.key) as client:
+    with served(tmp_path) as service, ThreadedWorker.of(service), Client(service.url, service.key) as client:
         for name in ("first", "second"):
             assert client.submit(job(name=name)).wait().state == "completed"
         last = client.submit(job(name="third", environment={"hosted": "none"})).cancel()
@@ -33,7 +33,7 @@ def test_usage_of_jobs_is_the_same_as_json_and_csv(tmp_path: Path) -> None:
 def test_alarms_of_a_job_are_served(tmp_path: Path) -> None:
     with served(tmp_path) as service, Client(service.url, service.key) as client:
         token = (service.settings.data / "worker.token").read_text(encoding="utf-8").strip()
-        with ScriptedWorker(service.url, token, tokenizer(tmp_path), ("four", "five")):
+        with ThreadedWorker(service.url, token, tokenizer(tmp_path), ("four", "five")):
             made = client.submit(job(stop={"steps": 4}))
             assert made.wait().state == "completed"
         (alarm,) = made.health().alarms

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.faces import MODEL, ScriptedWorker, served
+from tests.support.faces import MODEL, ThreadedWorker, served
 from tests.support.fuzzing import EPOCH, Failures, frames, fuzzed, of_epoch, tuned
 from tests.support.waiting import until
 from websockets.exceptions import ConnectionClosed
@@ -74,7 +74,7 @@ def peers(tmp_path_factory: pytest.TempPathFactory, failures: list[str]) -> Iter
     root = tmp_path_factory.mktemp("wire")
     with served(root, rejoin_seconds=1.0) as service:
         token = (root / "data" / "worker.token").read_text().strip()
-        with ScriptedWorker.of(service):
+        with ThreadedWorker.of(service):
             peers = Peers(service, token)
             until(lambda: peers.state("scripted") == "serving")
             yield peers

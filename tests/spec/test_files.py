@@ -109,6 +109,7 @@ stop: {wall_time: 90m}
         ("seed: 010", "line 1: 010: a number does not begin with 0; drop it, or quote it: '010'"),
         ("a: 1\n'a': 2", "line 2: a is given twice"),
         ("1: a\n'1': b", "line 2: 1 is given twice"),
+        ('"a\\nb": 1\n"a\\nb": 2', r"line 2: a\\nb is given twice"),
         ("a: &a [*a]", "values, those of aliases included"),
         ("a: &a [x, x, x]\nb: &b [*a, *a]\n" + "".join(
             f"{chr(98 + n)}1: &{chr(98 + n)}1 [{', '.join(['*' + (chr(97 + n) + '1' if n else 'b')] * 9)}]\n"
@@ -119,7 +120,8 @@ stop: {wall_time: 90m}
         ('{"a": 1e400}', r"job\.yaml: a: given 1e400, allowed: a number between"),
         ("a: " + "9" * 5000, "neither YAML nor JSON"),
     ],
-    ids=["octal", "twice", "twice as number", "ring", "aliases", "deep", "python", "documents", "json", "digits"],
+    ids=["octal", "twice", "twice as number", "lines", "ring", "aliases", "deep", "python", "documents", "json",
+         "digits"],
 )  # fmt: skip
 def test_a_file_that_no_job_can_be_read_from_is_refused(tmp_path: Path, content: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as refused:

@@ -29,6 +29,8 @@ REFUSED: list[tuple[Any, str]] = [
     ([1], "job: given list, allowed: a mapping of fields (name, base_model, …)"),
     ({}, "name: missing"),
     (job_of(nme="x"), "nme: unknown field; did you mean name?"),
+    (main(**{"a\nb": 1}), "policies.main.a\\nb: unknown field; allowed: rank, "),
+    (job_of(policies={"a\x1b[2J": {"rank": 0}}), "policies.a\\x1b[2J.rank: given 0, allowed: greater than"),
     (job_of(algorithm__group_sise=4), "algorithm.group_sise: unknown field; did you mean group_size?"),
     (main(rnk=3), "policies.main.rnk: unknown field; did you mean rank?"),
     (main(optimizer={"x": 3}), "policies.main.optimizer.x: unknown field; allowed: lr, schedule, beta1, beta2, eps,"),
@@ -50,7 +52,7 @@ REFUSED: list[tuple[Any, str]] = [
     (job_of(name="-bad"), 'name: given "-bad", allowed: match pattern'),
     (job_of(base_model=""), 'base_model: given "", allowed: have at least 1 character'),
     (job_of(seed=-1), "seed: given -1, allowed: greater than or equal to 0"),
-    (job_of(seed=True), "seed: given true, allowed: a value that is neither true nor false"),
+    (job_of(seed=True), "seed: given true, allowed: a number, neither true nor false"),
     (job_of(shuffle=3), "shuffle: given 3, allowed: a valid boolean"),
     (job_of(algorithm="grpo"), 'algorithm: given "grpo", allowed: a mapping of fields'),
     (
@@ -73,7 +75,7 @@ REFUSED: list[tuple[Any, str]] = [
     (job_of(sampling__stop=[""]), 'sampling.stop.0: given "", allowed: have at least 1 character'),
     (job_of(stop={}), "stop: at least one of steps, epochs, reward, wall_time, tokens"),
     (job_of(stop__steps=2.5), "stop.steps: given 2.5, allowed: a valid integer"),
-    (job_of(stop__steps=True), "stop.steps: given true, allowed: a value that is neither"),
+    (job_of(stop__steps=True), "stop.steps: given true, allowed: a number, neither"),
     (job_of(stop__wall_time="3 weeks"), 'stop.wall_time: given "3 weeks", allowed: a number of seconds, or a number'),
     (job_of(stop__wall_time="1.2.3h"), 'stop.wall_time: given "1.2.3h", allowed: a number of seconds, or a number'),
     (job_of(stop__wall_time=0), "stop.wall_time: given 0, allowed: greater than 0"),
@@ -94,7 +96,11 @@ REFUSED: list[tuple[Any, str]] = [
     (job_of(policies={}), "policies: given {}, allowed: have at least 1 item"),
     (job_of(policies=["main"]), 'policies: given ["main"], allowed: a mapping of fields'),
     (job_of(policies={"solver": {}, "10": {}}), "policies.10: a name of digits alone; add a letter"),
-    (job_of(policies={"a b": {}}), "policies: policy name 'a b': letters, digits, dot, dash and underscore"),
+    (job_of(policies={"solver": {}, "Solver": {}}), "policies.Solver: differs from solver in case alone; give one of"),
+    (job_of(sinks=[{"url": "http://a", "secrt": "s"}]), "sinks.0.secrt: unknown field; did you mean secret?"),
+    (job_of(policies={"a b": {}}), "policies: policy name 'a b': 1 to 64 letters, digits, dots, dashes, underscores"),
+    (job_of(policies={"__proto__": {}}), "policies: policy name '__proto__': 1 to 64 letters, digits, dots, dashes, "),
+    (job_of(policies={"a" * 65: {}}), "the first one a letter or digit"),
     (job_of(policies={"a": {}, "b": {"train": False}}), "policies.b: train: a frozen policy needs weights; give warm_"),
     (main(rank=0), "policies.main.rank: given 0, allowed: greater than or equal to 1"),
     (main(alpha=float("nan")), "policies.main.alpha: given NaN, allowed: a finite number"),
@@ -104,6 +110,8 @@ REFUSED: list[tuple[Any, str]] = [
     (main(optimizer={"schedule": "cosin"}), 'policies.main.optimizer.schedule.name: given "cosin", allowed: \'con'),
     (main(warm_start={}), "policies.main.warm_start: exactly one of job, peft and upload"),
     (main(warm_start={"job": "x", "peft": "y"}), "policies.main.warm_start: exactly one of job, peft and upload"),
+    (main(warm_start={"upload": "0" * 64, "version": 3}), "policies.main.warm_start.version: given 3, allowed: with"),
+    (main(warm_start={"peft": "x", "policy": "b\n"}), 'policies.main.warm_start.policy: given "b\\n", allowed: with'),
     (main(warm_start={"upload": "y"}), 'policies.main.warm_start.upload: given "y", allowed: match pattern'),
     (
         job_of(policies={"a": {"algorithm": {"loss": "cross_entropy"}}}, algorithm__kl_weight=0.1),
@@ -126,6 +134,7 @@ def test_a_mistake_is_named(job: Any, problem: str) -> None:
     with pytest.raises(SpecError) as refused:
         parse_job(job)
     assert any(problem in line for line in refused.value.problems), refused.value.problems
+    assert all(line.isprintable() for line in refused.value.problems)
     assert all("\n" not in line and "Input should" not in line for line in refused.value.problems)
     assert str(refused.value).startswith("the job is refused: ")
 
@@ -247,7 +256,7 @@ def test_a_job_does_not_change() -> None:
 def test_settings_come_from_the_environment(tmp_path: Path) -> None:
     settings = Settings.load({"ROOKERY_PORT": "8000", "ROOKERY_DATA": str(tmp_path)}, port=None, host="0.0.0.0")
     assert (settings.server.port, settings.server.host, settings.data) == (8000, "0.0.0.0", tmp_path)
-    assert settings.base_url == "http://0.0.0.0:8000"
+    assert settings.base_url == "http://127.0.0.1:8000"
     with pytest.raises(UserError, match="setting ROOKERY_PORT: given 'x'"):
         Settings.load({"ROOKERY_PORT": "x"})
     assert Settings.load({}, data=Path("~/x")).data.is_absolute()

@@ -154,10 +154,10 @@ def test_options_that_change_nothing_are_accepted(changes: dict[str, Any]) -> No
 
 def test_a_pattern_that_takes_exponential_time_is_refused_within_a_second_or_two() -> None:
     content = weights({f"{layer}.{'a' * 60}.q_proj": (8, 6) for layer in range(50)})
-    began = time.monotonic()
+    began = time.thread_time()
     with pytest.raises(UserError, match="takes too long"):
         read({"target_modules": r"(?:[.\w]|a|aa)*q_proj."}, content)
-    assert time.monotonic() - began < 5
+    assert time.thread_time() - began < 5
 
 
 @pytest.mark.parametrize(

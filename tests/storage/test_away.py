@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import create_engine, select, text
 from tests.storage.test_place import AWAY
 from tests.support import waiting
-from tests.support.faces import ScriptedWorker, job, served
+from tests.support.faces import ThreadedWorker, job, served
 from tests.support.s3 import S3, s3
 from tests.support.storing import connected, new_database, postgres_cluster
 
@@ -34,7 +34,7 @@ until = partial(waiting.until, patience=PATIENCE)
 def running(root: Path, **settings: object) -> Iterator[tuple[EmbeddedService, Client]]:
     with ExitStack() as opened:
         service = opened.enter_context(served(root, **settings))
-        opened.enter_context(ScriptedWorker.of(service))
+        opened.enter_context(ThreadedWorker.of(service))
         yield service, opened.enter_context(Client(service.url, service.key))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.faces import ScriptedWorker, job, served
+from tests.support.faces import ThreadedWorker, job, served
 from tests.support.storing import check_counted_bytes, everything, new_database, running_postgres, submit
 from typer.testing import CliRunner
 
@@ -48,7 +48,7 @@ def test_backups_under_load_are_complete_and_jobs_resume_from_one(
     with (
         served(tmp_path / "one", database=urls[0] or None) as service,
         Client(service.url, service.key) as client,
-        ScriptedWorker.of(service),
+        ThreadedWorker.of(service),
     ):
         submitted = client.submit(endless)
         for _ in zip(submitted.metrics(), range(BACKUPS), strict=False):
@@ -69,7 +69,7 @@ def test_backups_under_load_are_complete_and_jobs_resume_from_one(
         again = client.job(submitted.id)
         committed = again.show().step
         assert committed >= 1
-        with ScriptedWorker.of(service):
+        with ThreadedWorker.of(service):
             steps = [row.step for row, _ in zip(again.metrics(), range(committed + 2), strict=False)]
             assert steps == list(range(1, committed + 3))
             again.cancel()
@@ -82,7 +82,7 @@ def test_a_copy_of_a_database_does_not_use_the_place_of_the_original(tmp_path: P
     with (
         served(tmp_path / "one", artifacts_url=shared) as service,
         Client(service.url, service.key) as client,
-        ScriptedWorker.of(service),
+        ThreadedWorker.of(service),
     ):
         made = client.submit(job(stop={"steps": 1_000_000}, checkpoints={"keep_last": 1, "keep_best": False}))
         for _ in zip(made.metrics(), range(BACKUPS), strict=False):

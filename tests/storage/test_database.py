@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import math
 import os
 import pwd
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -23,7 +25,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import event, make_url, select, text, update
+from sqlalchemy import event, func, make_url, select, text, update
 from sqlalchemy.exc import OperationalError
 from tests.support.draws import examples
 from tests.support.faces import served
@@ -47,12 +49,21 @@ from tests.support.waiting import until
 
 from rookery.client import Client
 from rookery.controller.outages import outage_of
-from rookery.errors import Conflict, DatabaseAway, DatabaseReadOnly, NotFound, Unavailable, UserError
+from rookery.errors import (
+    Conflict,
+    DatabaseAway,
+    DatabaseReadOnly,
+    DatabaseRefuses,
+    NotFound,
+    RookeryError,
+    Unavailable,
+    UserError,
+)
 from rookery.scheduling.job_rules import followed_version
 from rookery.server.launcher import Service
 from rookery.settings import Settings
 from rookery.storage import models
-from rookery.storage.columns import Base, Page, add, rows
+from rookery.storage.columns import DELETED_AT_ONCE, Base, Page, add, rows
 from rookery.storage.data_dir import hash_key, new_key
 from rookery.storage.db import Database, DatabaseInUse
 from rookery.storage.models import EpisodeRow, JobRow, PolicyRow, SessionRow, SpanRow, StepRow, UsageRow
@@ -424,6 +435,98 @@ def test_recent_episodes_and_their_trimming(database: Database) -> None:
     assert last.episodes[0].turns == b"turns"
 
 
+def test_trimming_keeps_the_text_that_ended_last_and_all_that_is_needed() -> None:
+    """Whatever order episodes end in, at equal times too: as a look at the whole history would."""
+    database, names = Database("sqlite://"), (f"job{number}" for number in itertools.count())
+    database.create()
+    database.write(tenants.create_tenant, "alice", "alice", 0.0)
+
+    @settings(max_examples=examples(30), deadline=None)
+    @given(data=st.data())
+    def check(data: Any) -> None:
+        job = next(names)
+        submit(database, job=job)
+        members = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+        groups = [new_group(number, members=count, job=job) for number, count in enumerate(members)]
+        database.write(jobs.add_groups, job, groups)
+        ended: dict[str, tuple[float, str]] = {}
+        states: dict[str, str] = {}
+        for member in data.draw(st.permutations([one for group in groups for one in group.episodes])):
+            if data.draw(st.booleans()):
+                time, texts = float(data.draw(st.integers(1, 4))), data.draw(st.sampled_from([b"", b"text"]))
+                ended[member.id] = (-time, member.id)
+                database.write(jobs.finish_episode, member.id, "done", time, trajectories=texts)
+        for group in groups:
+            complete = all(one.id in ended for one in group.episodes)
+            states[group.id] = data.draw(st.sampled_from(["open", "failed", *(["ready"] if complete else [])]))
+            if states[group.id] != "open":
+                database.write(jobs.finish_group, group.id, states[group.id], 5.0)
+                for one in group.episodes:
+                    ended.setdefault(one.id, (-5.0, one.id))
+        keep = data.draw(st.integers(0, 8))
+        before = {episode.id: episode.trajectories for episode in stored_rows(database, EpisodeRow, job)}
+        recent = {id for _, id in sorted(ended.values())[:keep]}
+        trimmed = {one.id for group in groups for one in group.episodes
+                   if states[group.id] == "failed" and one.id not in recent}  # fmt: skip
+        assert database.write(jobs.trim_episodes, job, keep) == len([id for id in trimmed if before[id]])
+        for episode in stored_rows(database, EpisodeRow, job):
+            assert episode.trajectories == (b"" if episode.id in trimmed else before[episode.id])
+        for group in stored_rows(database, models.GroupRow, job):
+            of_group = {one.id for one in groups[group.ordinal].episodes}
+            assert bool(group.prompt) == (states[group.id] != "failed" or bool(of_group & recent))
+        assert database.write(jobs.trim_episodes, job, keep) == 0
+
+    check()
+    database.close()
+
+
+def stored_rows(database: Database, kind: type[Any], job: str) -> list[Any]:
+    with database.reading() as connection:
+        return rows(connection, kind, job=job)
+
+
+@pytest.mark.parametrize("clock", [1.0, -1.0])
+@pytest.mark.parametrize("empty", [False, True])
+def test_trimming_reads_what_ended_since_the_last_time(
+    monkeypatch: pytest.MonkeyPatch, empty: bool, clock: float
+) -> None:
+    """Not the whole history of its job, also where all episodes of a time failed without a text, and where the clock
+    was set back."""
+    monkeypatch.setattr(jobs, "TRIMMED_AT_ONCE", 10)
+    database = Database("sqlite://")
+    database.create()
+    database.write(tenants.create_tenant, "alice", "alice", 0.0)
+    submit(database)
+    made, steps = 0, Counter[int]()
+
+    def trimmed(count: int) -> int:
+        """The work of a call after so many further episodes, in thousands of SQLite's instructions."""
+        nonlocal made
+        groups = [new_group(n, members=2) for n in range(made, made + count // 2)]
+        made += len(groups)
+        database.write(jobs.add_groups, "job", groups)
+        for group in groups:
+            for one in group.episodes:
+                text = b"" if empty else b"t"
+                database.write(jobs.finish_episode, one.id, "done", clock * group.ordinal, trajectories=text)
+            database.write(jobs.finish_group, group.id, "failed", clock * group.ordinal)
+        with database.writing() as connection:
+            driver: Any = connection.connection.driver_connection
+            driver.set_progress_handler(lambda: steps.update([made]), 10)
+            jobs.trim_episodes(connection, "job", 20)
+            driver.set_progress_handler(None, 0)
+        return steps[made]
+
+    trimmed(60)
+    first = trimmed(60)
+    trimmed(600)
+    assert trimmed(60) <= 1.5 * first
+    kept = [episode for episode in stored_rows(database, EpisodeRow, "job") if episode.trajectories]
+    assert len(kept) == (0 if empty else 20)
+    assert len([group for group in stored_rows(database, models.GroupRow, "job") if group.prompt]) == 10
+    database.close()
+
+
 def test_only_the_last_finished_jobs_keep_their_groups(database: Database) -> None:
     names = [f"job{n}" for n in range(4)]
     for number, name in enumerate(names):
@@ -478,6 +581,72 @@ def test_deleted_job_leaves_no_row_and_other_jobs_stay(database: Database) -> No
     with pytest.raises(NotFound):
         database.write(jobs.delete_job, "alice", "job")
     submit(database)  # its idempotency key is free again
+
+
+def test_a_view_reads_as_many_texts_as_memory_is_to_hold(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group may have thousands of episodes, and each of them megabytes."""
+    submit(database)
+    group = new_group(0, members=5)
+    database.write(jobs.add_groups, "job", [group])
+    for number, episode in enumerate(group.episodes):
+        database.write(jobs.finish_episode, episode.id, "done", float(number), trajectories=b"x" * 100, reward=1.0)
+    for most, texts in ((50, 1), (100, 1), (299, 2), (300, 3), (10_000, 5)):
+        monkeypatch.setattr(episodes, "GROUP_BYTES", most)
+        found = database.read(episodes.get_group, "alice", "job", group.id).episodes
+        assert [len(one.trajectories) for one in found] == [100] * texts + [0] * (5 - texts)
+        assert [one.member for one in found] == [*range(5)] and {one.reward for one in found} == {1.0}
+        newest = database.read(jobs.recent_episodes, "alice", "job", 9, None, most)
+        assert [one.member for _, one in newest] == [*range(5)][::-1][:texts]
+
+
+def row_counts(database: Database) -> Counter[str]:
+    """By table."""
+    with database.reading() as connection:
+        return Counter({
+            table.name: connection.execute(select(func.count()).select_from(table)).scalar_one()
+            for table in Base.metadata.sorted_tables
+        })  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", ["deleted", "old", "expired"])
+def test_a_long_history_is_deleted_in_short_transactions(database: Database, ends: str) -> None:
+    """Everybody's writes wait for each of them."""
+    submit(database, job="other")
+    database.write(jobs.add_groups, "other", [new_group(0, job="other")])
+    before, count = row_counts(database), DELETED_AT_ONCE + 7
+    if ends == "expired":
+        for number in range(2 * count):
+            database.write(sessions.open_future, future_row(f"f{number}"))
+            database.write(sessions.finish_future, f"f{number}", b"text", 1.0)
+        shorten = partial(database.write, sessions.drop_futures, 2.0)
+    else:
+        submit(database)
+        lease, head = database.write(jobs.next_lease, "job-main"), None
+        database.write(jobs.add_groups, "job", [new_group(number) for number in range(count)])
+        for _ in range(count):
+            database.write(tenants.add_event, "alice", "job", 0.0, "kind", "text")
+        for step in range(count if ends == "deleted" else 2):
+            head = commit(database, lease, head, [], step)
+            if head:
+                database.write(version_rows.retire_version, "job-main", head - 1)
+        database.write(jobs.set_job_state, "job", "cancelled", "", 1.0)
+        shorten = (
+            partial(database.write, jobs.delete_history, "alice", "job")
+            if ends == "deleted"
+            else partial(database.write, jobs.drop_old_groups, "alice", 0)
+        )
+    stored, calls, more = row_counts(database), 0, True
+    while more:
+        more = bool(shorten())
+        left = row_counts(database)
+        assert (stored - left).total() <= DELETED_AT_ONCE + version_rows.EVALUATIONS_AT_ONCE
+        stored, calls = left, calls + 1
+    assert calls >= (3 if ends == "old" else 2)
+    if ends == "deleted":
+        assert (left - before) == Counter({"jobs": 1, "policies": 1, "versions": 1})
+        database.write(jobs.delete_job, "alice", "job")
+        assert row_counts(database) == before
+    assert left["groups"] == before["groups"] and left["futures"] == before["futures"]
 
 
 # --- the commit -------------------------------------------------------------------------------------------------------
@@ -679,7 +848,8 @@ def all_versions(database: Database) -> list[models.VersionRow]:
 
 _NOT_FOUND = """revoke_key get_upload get_job find_job get_policy version get_session get_model get_sampler
 get_group get_episode
-get_checkpoint expire_checkpoint delete_checkpoint get_future delete_job delete_upload secret delete_secret""".split()
+get_checkpoint expire_checkpoint delete_checkpoint get_future delete_history delete_job delete_upload secret
+delete_secret""".split()
 _EMPTY: dict[str, Any] = {
     "keys": [],
     "events": [],
@@ -713,6 +883,7 @@ _EMPTY: dict[str, Any] = {
     "count_checkpoints": 0,
     "stored": (0, 0),
     "ids_of_session": ([], []),
+    "policies_of_session": [],
     "groups_page": ([], 0),
     "last_step": -1,
     "version_of_step": None,
@@ -914,6 +1085,26 @@ def test_the_rewards_of_a_job_are_those_of_its_first_policy_that_trains(database
     assert [row.id for row in listed] == ["one", "high", "mid", "low", "none"]
 
 
+def test_a_job_that_is_deleted_between_two_pages_moves_no_other(database: Database) -> None:
+    names = [f"job-{number}" for number in range(7)]
+    for name in names:
+        submit_two(database, name, {"a": True})
+    found: list[str] = []
+    place = None
+    while True:
+        choice = runs.RunChoice("alice", order="created", descending=False, after=place, limit=2)
+        page, total = database.read(runs.chosen_jobs, choice)
+        found += [row.id for row in page]
+        assert total == 7 - (len(found) > 2)
+        if not page:
+            break
+        place = (page[-1].created, page[-1].id)
+        if len(found) == 2:
+            database.write(jobs.set_job_state, "job-0", "cancelled", "", 1.0)
+            database.write(jobs.delete_job, "alice", "job-0")
+    assert found == names
+
+
 def test_a_rollback_takes_the_steps_of_its_policy_from_those_of_the_job(database: Database) -> None:
     leases = submit_two(database, "job", {"a": True, "b": True})
     for policy, lease in leases.items():
@@ -974,6 +1165,19 @@ def test_hours_of_a_timeline_go_with_the_episodes_of_an_old_job(database: Databa
     database.write(spans.save_spans, [hour(f"job{number}", 1) for number in range(3)], 10**6)
     database.write(jobs.drop_old_groups, "alice", 1)
     assert [found.job for found in database.read(spans.hours_between, 0.0, 1e6)] == ["job2"]
+
+
+def test_hours_of_many_old_jobs_go_with_their_groups(database: Database) -> None:
+    """Some call deletes the last groups of one and not those of the other."""
+    for name in ("one", "other"):
+        submit(database, job=name)
+        count = DELETED_AT_ONCE // 2 + 7
+        database.write(jobs.add_groups, name, [new_group(number, job=name) for number in range(count)])
+        database.write(jobs.set_job_state, name, "cancelled", "", 1.0)
+    database.write(spans.save_spans, [hour(name, 1) for name in ("one", "other")], 10**6)
+    while database.write(jobs.drop_old_groups, "alice", 0):
+        pass
+    assert not database.read(spans.hours_between, 0.0, 1e6)
 
 
 def test_oldest_hours_of_a_tenant_beyond_its_bytes_are_deleted(database: Database) -> None:
@@ -1326,7 +1530,7 @@ def test_a_service_whose_database_was_taken_ends(
                     " FROM pg_locks WHERE locktype = 'advisory' AND database ="
                     " (SELECT oid FROM pg_database WHERE datname = current_database())"
                 ))  # fmt: skip
-                with pytest.raises(UserError, match="in use by another service"):
+                with pytest.raises(Unavailable, match="in use by another service"):  # again, it is a standby
                     await serving
 
     asyncio.run(main())
@@ -1514,21 +1718,107 @@ def _round_trip(url: str, values: dict[str, Any], words: str, blob: bytes) -> No
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("bad", "error"),
     [
-        "nonsense",
-        "nodb://x",
-        "mysql://rookery:secret@host/x",
-        "postgres://rookery:secret@host:port/x",
-        "sqlite:////nowhere/to/be/found.db",
-        "postgresql://rookery:secret@/x?host=/nowhere/to/be/found",
+        ("nonsense", UserError),
+        ("nodb://x", UserError),
+        ("mysql://rookery:secret@host/x", UserError),
+        ("postgres://rookery:secret@host:port/x", UserError),
+        ("sqlite:////nowhere/to/be/found.db", UserError),
+        ("postgresql://rookery:secret@/x?host=/nowhere/to/be/found", Unavailable),
+        ("postgresql://rookery:secret@127.0.0.1:1/x", Unavailable),
+        ("postgresql://rookery:secret@127.0.0.1:1/x?sslmod=require", UserError),
+        ("postgresql://rookery:secret@127.0.0.1:1/x?sslmode=always", UserError),
     ],
 )
-def test_a_database_that_cannot_be_opened_is_refused_in_one_line(bad: str) -> None:
-    with pytest.raises(UserError) as refused:
+def test_a_database_that_cannot_be_opened_is_refused_in_one_line(bad: str, error: type[RookeryError]) -> None:
+    """A server may be started later."""
+    with pytest.raises(error) as refused:
         database = Database(bad)
         database.create()
     assert "\n" not in str(refused.value) and "secret" not in str(refused.value)
+
+
+ROLES = """
+CREATE ROLE sealed LOGIN PASSWORD 'right'; CREATE ROLE closed NOLOGIN; CREATE ROLE guest LOGIN;
+CREATE ROLE full LOGIN CONNECTION LIMIT 0;
+"""
+
+
+@pytest.fixture(scope="module")
+def many_roles(postgres: str) -> str:
+    """The server with some roles, of which one has a password."""
+    rules = Path(str(make_url(postgres).query["host"])) / "cluster" / "pg_hba.conf"
+    rules.write_text("local all sealed scram-sha-256\nlocal all stranger reject\n" + rules.read_text())
+    with connected(postgres.replace("NAME", "postgres"), isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text(ROLES))
+        connection.execute(text("SELECT pg_reload_conf()"))
+    return postgres
+
+
+@pytest.mark.parametrize(
+    ("user", "before", "error"),
+    [
+        ("sealed:wrong", "", UserError),
+        ("sealed", "", UserError),
+        ("nobody_of_this_name", "", UserError),
+        ("stranger", "", UserError),
+        ("closed", "", UserError),
+        ("rookery", "ALTER DATABASE {0} RENAME TO {0}_other", UserError),
+        ("guest", "REVOKE CONNECT ON DATABASE {0} FROM PUBLIC", UserError),
+        ("guest", "REVOKE ALL ON SCHEMA public FROM PUBLIC", UserError),
+        ("full", "", Unavailable),
+        ("rookery", "ALTER DATABASE {0} ALLOW_CONNECTIONS false", Unavailable),
+        ("guest", "ALTER DATABASE {0} CONNECTION LIMIT 0", Unavailable),
+    ],
+)
+def test_a_server_that_refuses_a_start_is_a_mistake_and_a_busy_one_is_away(
+    many_roles: str, tmp_path: Path, user: str, before: str, error: type[RookeryError]
+) -> None:
+    """A supervisor starts the service again for ever where a later start can succeed, and only there."""
+    url = new_database(many_roles)
+    name = make_url(url).database
+    assert name is not None
+    within = many_roles.replace("NAME", name if "SCHEMA" in before else "postgres")
+    if before:
+        with connected(within, isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(text(before.format(name)))
+    with pytest.raises(error) as refused:
+        served(tmp_path, database=url.replace("rookery@", f"{user}@")).__enter__()
+    assert "\n" not in str(refused.value) and "wrong" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "refused"),
+    [
+        ('connection failed: connection to server at "10.0.0.1", port 6432 failed: FATAL:  no such database: x', True),
+        ("connection failed: FATAL:  no such user: rookery", True),
+        ("connection failed: FATAL:  SASL authentication failed", True),
+        ('FATAL:  Peer authentication failed for user "rookery"', True),
+        ('FATAL:  no pg_hba.conf entry for host "10.0.0.9", user "rookery", database "x", no encryption', True),
+        ("connection to server failed: server does not support SSL, but SSL was required", True),
+        ("connection failed: SSL error: certificate verify failed", True),
+        ("connection failed: FATAL:  the database system is starting up", False),
+        ("connection failed: FATAL:  the database system is in recovery mode", False),
+        ("connection failed: FATAL:  sorry, too many clients already", False),
+        ("connection failed: FATAL:  terminating connection due to administrator command", False),
+        ("connection failed: Connection refused\n\tIs the server running on that host?", False),
+        ("failed to resolve host 'db.internal': [Errno -2] Name or service not known", False),
+        ("connection timeout expired", False),
+    ],
+)
+def test_errors_of_connections_that_no_later_start_makes(answer: str, refused: bool) -> None:
+    """Of PostgreSQL and of poolers: these errors carry no code."""
+    driver = pytest.importorskip("psycopg")
+
+    def fail(*_: object) -> None:
+        raise driver.OperationalError(answer)
+
+    with closing(Database("postgresql://rookery@127.0.0.1:1/x")) as database:
+        event.listen(database.engine, "do_connect", fail)
+        with pytest.raises(DatabaseAway) as raised:
+            database.ping()
+        assert isinstance(raised.value, DatabaseRefuses) == database.stays_away(raised.value) == refused
 
 
 @pytest.mark.parametrize("driver", ["postgres", "postgresql", "postgresql+psycopg2", "postgresql+asyncpg"])

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,13 +22,15 @@ from hypothesis import strategies as st
 from obstore.store import MemoryStore, ObjectStore
 from tests.storage.test_artifacts import contents, store
 from tests.support.draws import examples
-from tests.support.faces import ScriptedWorker, job, served, tokenizer
+from tests.support.faces import ThreadedWorker, job, served, tokenizer
+from tests.support.ports import free_port
+from tests.support.s3 import s3
 
 from rookery.client import Client
-from rookery.errors import CorruptArtifact, NotFound, Unavailable, UserError
+from rookery.errors import CorruptArtifact, NotFound, RookeryError, Unavailable, UserError
 from rookery.protocol import Shard
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.object_artifacts import ObjectArtifacts, open_store
+from rookery.storage.object_artifacts import ENDPOINT_VARIABLES, ObjectArtifacts, open_store
 from rookery.storage.place import Owner
 
 MOTO = Path(".bench/moto/bin/moto_server")
@@ -40,8 +43,7 @@ Opener = Callable[..., ObjectArtifacts]
 @contextmanager
 def moto() -> Iterator[str]:
     """The address of an S3 server with the bucket ``rookery``."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen([MOTO, "-p", str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         assert server.stdout is not None
@@ -151,10 +153,12 @@ def test_a_large_file_is_never_held_whole(opened: Opener, tmp_path: Path) -> Non
 
 
 class Refusing(BaseHTTPRequestHandler):
-    status = 403
+    """A store that answers all requests with ``status``; with ``lists_only`` it has no object, and lists none."""
+
+    status, lists_only = 403, False
 
     def do_PUT(self) -> None:
-        self.send_response(self.status)
+        self.send_response(404 if self.lists_only and "list-type" not in self.path else self.status)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -164,22 +168,113 @@ class Refusing(BaseHTTPRequestHandler):
         return
 
 
-@pytest.mark.parametrize(("status", "match"), [(403, "permission denied; set AWS_"), (404, "no such bucket")])
-def test_a_bucket_that_cannot_be_used_is_refused_at_start_in_one_line(
-    status: int, match: str, tmp_path: Path, s3_keys: None
+@pytest.mark.parametrize("lists_only", [False, True])
+@pytest.mark.parametrize(
+    ("status", "kind", "match"),
+    [
+        (301, UserError, "cannot be used: .* region"),
+        (400, UserError, "cannot be used: .* 400"),
+        (401, UserError, "permission denied; set AWS_"),
+        (403, UserError, "permission denied; set AWS_"),
+        (404, UserError, "no such bucket"),
+        (429, Unavailable, "cannot be used now: .* 429"),
+        (503, Unavailable, "cannot be used now: .* 503"),
+    ],
+)
+def test_a_store_that_refuses_at_a_start_is_a_mistake_or_may_answer_later(
+    status: int,
+    kind: type[RookeryError],
+    match: str,
+    lists_only: bool,
+    tmp_path: Path,
+    s3_keys: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    refusing = type("Refusing", (Refusing,), {"status": status})
+    monkeypatch.setattr("rookery.storage.object_artifacts.RETRIES", 0)
+    refusing = type("Refusing", (Refusing,), {"status": status, "lists_only": lists_only})
     with ThreadingHTTPServer(("127.0.0.1", 0), refusing) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         endpoint = f"http://127.0.0.1:{server.server_address[1]}"
         try:
-            with pytest.raises(UserError, match=match) as refused:
+            with pytest.raises(kind, match=match) as refused:
                 served(tmp_path, artifacts_url="s3://bucket/prefix", artifacts_endpoint=endpoint).__enter__()
         finally:
             server.shutdown()
             thread.join()
     assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("variable", ENDPOINT_VARIABLES)
+def test_the_endpoint_of_other_programs_is_used(variable: str, monkeypatch: pytest.MonkeyPatch, s3_keys: None) -> None:
+    with s3() as there, s3() as elsewhere:
+        monkeypatch.setenv(variable, there.endpoint)
+        obstore.put(open_store("s3://bucket/prefix"), "a", b"1")
+        obstore.put(open_store("s3://bucket/prefix", elsewhere.endpoint), "b", b"2")
+        assert there.objects == {"bucket/prefix/a": b"1"} and elsewhere.objects == {"bucket/prefix/b": b"2"}
+
+
+@pytest.mark.parametrize(
+    ("host", "no_proxy", "through"),
+    [
+        ("127.0.0.1", "", False), ("localhost", "", False), ("0.0.0.0", "", True), ("0.0.0.0", "0.0.0.0:{port}", False),
+        ("0.0.0.0", "0.0.0.0:1", True), ("0.0.0.0", "0.0.0.0/8", False), ("0.0.0.0", "*", False),
+    ],
+)  # fmt: skip
+def test_a_store_is_reached_by_the_rule_of_all_processes(
+    host: str, no_proxy: str, through: bool, monkeypatch: pytest.MonkeyPatch, s3_keys: None
+) -> None:
+    with s3() as there, s3() as proxy:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy.endpoint)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.setenv(name, no_proxy.format(port=there.endpoint.rpartition(":")[2]))
+        obstore.put(open_store("s3://bucket/prefix", there.endpoint.replace("127.0.0.1", host)), "a", b"1")
+        used, unused = (proxy, there) if through else (there, proxy)
+        assert used.objects == {"bucket/prefix/a": b"1"} and unused.objects == {}
+
+
+def test_a_file_that_is_asked_for_is_copied_alone_by_several_threads(opened: Opener) -> None:
+    artifacts = opened()
+    manifest = store(artifacts, {"a.bin": b"a" * 5000, "b.json": b"{}"})
+    with ThreadPoolExecutor(8) as pool:
+        paths = set(pool.map(lambda _: artifacts.path(manifest.hash, "b.json"), range(32)))
+    [path] = paths
+    assert path.read_bytes() == b"{}" and [file.name for file in path.parent.iterdir()] == ["b.json"]
+    assert artifacts.path(manifest.hash, "a.bin").parent == path.parent
+    artifacts.delete(manifest.hash)
+    assert not path.exists()
+
+
+def test_commits_wait_for_no_dataset_that_arrives_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job with that dataset is submitted while another tenant's job trains."""
+    arrive, asked = threading.Event(), threading.Event()
+    real = ObjectArtifacts.path
+
+    def slow(artifacts: ObjectArtifacts, hash: str, shard: str) -> Path:
+        if not asked.is_set():
+            asked.set()
+            assert arrive.wait(60)
+        return real(artifacts, hash, shard)
+
+    with (
+        served(tmp_path, artifacts_url="memory:///") as service,
+        Client(service.url, service.key) as client,
+        ThreadedWorker(service.url, (tmp_path / "data" / "worker.token").read_text().strip(), tokenizer(tmp_path)),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        other = Client(service.url, str(client.add_key(client.add_tenant("other").id).key))
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text('{"prompt": "1+1?", "answer": "2"}\n' * 8)
+        monkeypatch.setattr(ObjectArtifacts, "path", slow)
+        given = {"id": "jsonl", "path": str(rows), "verifier": "exact"}
+        submitted = pool.submit(other.submit, job(environment=given, stop={"steps": 1}))
+        assert asked.wait(60)
+        trained = client.submit(job(stop={"steps": 3}))
+        trained.wait(60)
+        assert trained.show().step == 3 and not submitted.done()
+        arrive.set()
+        submitted.result(60).wait(60)
 
 
 @pytest.mark.parametrize("url", ["s3://", "nowhere://bucket"])
@@ -192,8 +287,7 @@ def test_a_store_that_does_not_answer_is_unavailable(
     tmp_path: Path, s3_keys: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rookery.storage.object_artifacts.RETRIES", 0)
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     artifacts = ObjectArtifacts(open_store("s3://bucket", f"http://127.0.0.1:{port}"), "s3://bucket", tmp_path)
     with pytest.raises(Unavailable, match="do not answer"):
         artifacts.hashes()
@@ -233,7 +327,7 @@ def train(root: Path, url: str, endpoint: str = "") -> None:
     with (
         served(root, artifacts_url=url, artifacts_endpoint=endpoint) as service,
         Client(service.url, service.key) as client,
-        ScriptedWorker(service.url, (root / "data" / "worker.token").read_text().strip(), tokenizer(root)) as worker,
+        ThreadedWorker(service.url, (root / "data" / "worker.token").read_text().strip(), tokenizer(root)) as worker,
     ):
         trained = client.submit(job(stop={"steps": 3}, checkpoints={"keep_last": 1, "keep_best": False}))
         trained.wait(60)

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -393,6 +394,36 @@ def test_a_refused_place_is_left_as_it_was(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="has none of the 1 artifacts"):
             open_artifacts(Place(str(place)), tmp_path / "data", used)
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (errno.EROFS, UserError),
+        (errno.EACCES, UserError),
+        (errno.ENOSPC, StorageFull),
+        (errno.EDQUOT, StorageFull),
+        (errno.EIO, Unavailable),
+        (errno.ESTALE, Unavailable),
+        (errno.ENOTCONN, Unavailable),
+        (errno.EMFILE, Unavailable),
+    ],
+)
+@pytest.mark.parametrize("call", ["TemporaryFile", "mkstemp", "fsync"])
+def test_a_place_that_may_be_usable_later_is_no_mistake_and_keeps_nothing(
+    call: str, number: int, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that ends with a mistake is not started again."""
+
+    def refused(*arguments: object, **named: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os if call == "fsync" else tempfile, call, refused)
+    with pytest.raises(error):
+        artifacts_at(Place(str(tmp_path / "place")), tmp_path).claim(NEW)
+    assert [path.name for path in (tmp_path / "place").iterdir()] == [".staging"]
+    monkeypatch.undo()
+    artifacts_at(Place(str(tmp_path / "place")), tmp_path).claim(NEW)
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

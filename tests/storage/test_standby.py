@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 from sqlalchemy import select, text
-from tests.support.faces import ScriptedWorker, job, served, tokenizer, write_model
+from tests.support.faces import ThreadedWorker, job, served, tokenizer, write_model
 from tests.support.storing import connected, new_database, running_postgres
 from typer.testing import CliRunner
 from websockets.asyncio.client import connect
@@ -100,7 +100,7 @@ def test_a_standby_takes_over_from_a_killed_service(postgres: str, tmp_path: Pat
         token = (first.data / "worker.token").read_text().strip()
         check_standby(second, token)
         client = opened.enter_context(Client(first.url, (first.data / "admin.key").read_text().strip()))
-        with ScriptedWorker(first.url, token, tokenizer(tmp_path)):
+        with ThreadedWorker(first.url, token, tokenizer(tmp_path)):
             submitted = client.submit(endless)
             before = [row.step for row, _ in zip(submitted.metrics(), range(STEPS), strict=False)]
             first.kill()
@@ -111,7 +111,7 @@ def test_a_standby_takes_over_from_a_killed_service(postgres: str, tmp_path: Pat
         again = client.job(submitted.id)
         committed = again.show().step
         assert committed >= before[-1]
-        with ScriptedWorker(second.url, token, tokenizer(tmp_path)):  # the first one's key
+        with ThreadedWorker(second.url, token, tokenizer(tmp_path)):  # the first one's key
             steps = [row.step for row, _ in zip(again.metrics(), range(committed + STEPS), strict=False)]
             again.cancel()
         assert steps == list(range(1, committed + STEPS + 1))

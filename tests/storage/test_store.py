@@ -1,10 +1,12 @@
-"""The writer thread: order, calls that become durable together, what a failing one takes with it, and what not."""
+"""The writer thread: order, calls that become durable together, what a failing one takes with it, and what not. The
+threads of artifacts: lines of tenants."""
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import event
+from tests.support.peers import eventually, settle
 from tests.support.storing import everything, make_ready, new_group, submit
 
 from rookery.errors import Conflict, NotFound, StorageFull, Unavailable
 from rookery.storage.db import Database
 from rookery.storage.repositories import jobs, tenants
-from rookery.storage.store import GROUPED_CALLS, StorageWriter
+from rookery.storage.store import GROUPED_CALLS, GROUPED_SECONDS, StorageWriter, TransferThreads
 from rookery.turns import work_of
 
 
@@ -53,7 +56,7 @@ class Store:
 
 @pytest.fixture
 def writer() -> Iterator[StorageWriter]:
-    writer = StorageWriter()
+    writer = StorageWriter(clock=lambda: 0.0)
     yield writer
     writer.close()
 
@@ -63,9 +66,9 @@ async def waiting(
 ) -> list[asyncio.Task[int]]:
     """Tasks whose calls stand behind one that holds the thread."""
     blocker = asyncio.create_task(writer(lambda: store.wait()))
-    await asyncio.sleep(0)
+    await settle(1)
     tasks = [asyncio.create_task(writer(store.note, number)) for number in numbers]
-    await asyncio.sleep(0)
+    await settle(1)
     if cancelled is not None:
         tasks[cancelled].cancel()
     store.gate.set()
@@ -106,10 +109,10 @@ async def test_other_calls_separate_batches(writer: StorageWriter) -> None:
     store = Store()
     order: list[int] = []
     blocker = asyncio.create_task(writer(lambda: store.wait()))
-    await asyncio.sleep(0)
+    await settle(1)
     calls = [store.note, order.append, store.note, store.note]
     tasks = [asyncio.create_task(writer(call, number)) for number, call in enumerate(calls)]
-    await asyncio.sleep(0)
+    await settle(1)
     store.gate.set()
     await asyncio.gather(blocker, *tasks)
     assert order == [1]
@@ -125,7 +128,7 @@ async def test_the_call_of_a_cancelled_caller_runs(writer: StorageWriter) -> Non
 
 
 async def test_close_waits_for_submitted_calls() -> None:
-    writer, store = StorageWriter(), Store()
+    writer, store = StorageWriter(clock=lambda: 0.0), Store()
     tasks = await waiting(writer, store, list(range(200)))
     await asyncio.to_thread(writer.close)
     assert await asyncio.gather(*tasks) == [number * 2 for number in range(200)]
@@ -160,19 +163,19 @@ class Transactions(Store):
     async def run(self, writer: StorageWriter, order: list[tuple[str, bool]]) -> None:
         """Submit a call of each tenant in this order, with or without a transaction that others share."""
         blocker = asyncio.create_task(writer(lambda: self.wait()))
-        await asyncio.sleep(0)
+        await settle(1)
         tasks = []
         for number, (tenant, shares) in enumerate(order):
             with work_of(tenant):
                 call = self.keep if shares else lambda tenant, number: self.keep(tenant, number)
                 tasks.append(asyncio.create_task(writer(call, tenant, number)))
-        await asyncio.sleep(0)
+        await settle(1)
         self.gate.set()
         await asyncio.gather(blocker, *tasks)
 
 
 async def written(order: list[tuple[str, bool]]) -> list[list[tuple[str, int]]]:
-    writer, store = StorageWriter(), Transactions()
+    writer, store = StorageWriter(clock=lambda: 0.0), Transactions()
     await store.run(writer, order)
     writer.close()
     return store.calls
@@ -198,6 +201,112 @@ def test_tenants_keep_their_order_and_take_turns(order: list[tuple[str, bool]], 
 async def test_a_write_waits_for_one_transaction_of_thousands_of_others() -> None:
     transactions = await written([("busy", True)] * 5000 + [("small", True)])
     assert ("small", 5000) in transactions[0] and len(transactions[0]) == GROUPED_CALLS
+
+
+async def test_slow_calls_share_no_transaction_for_long() -> None:
+    """Calls that come during a transaction wait for its end."""
+    now = 0.0
+
+    class Slow(Store):
+        def note(self, number: int) -> int:
+            nonlocal now
+            now += GROUPED_SECONDS * (number % 2)  # every other one
+            return super().note(number)
+
+    store, writer = Slow(), StorageWriter(clock=lambda: now)
+    await asyncio.gather(*await waiting(writer, store, list(range(100))))
+    writer.close()
+    noted = [number for group in store.groups for number in group] + store.pending
+    assert sorted(noted) == list(range(100)) and max(map(len, store.groups)) <= 3
+
+
+# --- lines of artifacts -----------------------------------------------------------------------------------------------
+
+
+class Transfers:
+    """Calls of tenants in threads of artifacts; each ends when a test says so."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = TransferThreads(threads)
+        self.running: list[tuple[str, int]] = []
+        self.ended: list[tuple[str, int]] = []
+        self.gates: dict[tuple[str, int], threading.Event] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, tenant: str, number: int) -> asyncio.Task[int]:
+        gate = self.gates[tenant, number] = threading.Event()
+
+        def call() -> int:
+            with self._lock:
+                self.running.append((tenant, number))
+            assert gate.wait(60)
+            with self._lock:
+                self.running.remove((tenant, number))
+                self.ended.append((tenant, number))
+            return number
+
+        with work_of(tenant):
+            return asyncio.create_task(self.threads(call))
+
+    async def run(self, *expected: tuple[str, int]) -> None:
+        """Returns when exactly these calls run."""
+        await eventually(lambda: sorted(self.running) == sorted(expected))
+
+
+async def test_transfers_that_hang_hold_up_their_tenant_alone() -> None:
+    transfers = Transfers(3)
+    hung = [transfers.begin("big", number) for number in range(3)]
+    await transfers.run(("big", 0))
+    others = [transfers.begin(tenant, 0) for tenant in ("small", "other", "")]
+    await transfers.run(("big", 0), ("small", 0), ("", 0))
+    transfers.gates["small", 0].set()
+    await transfers.run(("big", 0), ("other", 0), ("", 0))
+    own = transfers.begin("", 1)
+    hung[1].cancel()
+    for gate in transfers.gates.values():
+        gate.set()
+    assert await asyncio.gather(*others, own) == [0, 0, 0, 1]
+    await asyncio.to_thread(transfers.threads.close)
+    assert [number for tenant, number in transfers.ended if tenant == "big"] == [0, 1, 2], "in order, cancelled or not"
+    assert hung[1].cancelled() and await hung[0] == 0 and await hung[2] == 2
+    with pytest.raises(RuntimeError, match="are closed"):
+        await transfers.threads(lambda: 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["", "a", "b", "c", "d"]), st.booleans()), max_size=40), st.integers(2, 5))
+def test_transfers_of_a_tenant_keep_their_order_and_their_errors(order: list[tuple[str, bool]], threads: int) -> None:
+    ran: list[tuple[str, int]] = []
+    at_once, most = Counter[str](), Counter[str]()
+    lock = threading.Lock()
+
+    def call(tenant: str, number: int, fails: bool) -> int:
+        with lock:
+            at_once[tenant] += 1
+            most[tenant] = max(most[tenant], at_once[tenant])
+            most["all"] = max(most["all"], at_once.total())
+        with lock:
+            ran.append((tenant, number))
+            at_once[tenant] -= 1
+        if fails:
+            raise Conflict(str(number))
+        return number
+
+    async def run() -> list[int | BaseException]:
+        lines, tasks = TransferThreads(threads), []
+        for number, (tenant, fails) in enumerate(order):
+            with work_of(tenant):
+                tasks.append(asyncio.create_task(lines(call, tenant, number, fails)))
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(lines.close)
+        return outcomes
+
+    for number, (outcome, (_, fails)) in enumerate(zip(asyncio.run(run()), order, strict=True)):
+        assert isinstance(outcome, Conflict) if fails else outcome == number
+    for tenant in {tenant for tenant, _ in order}:
+        assert [number for of, number in ran if of == tenant] == [n for n, (of, _) in enumerate(order) if of == tenant]
+        assert most[tenant] == 1
+    assert most["all"] <= threads
 
 
 # --- the database's side ----------------------------------------------------------------------------------------------

@@ -105,6 +105,8 @@ class Dialled:
         """Artifacts that nobody may read."""
         self.cut: int | None = None
         """Artifact answers break off after this many bytes."""
+        self.answers_held: threading.Event | None = None
+        """Artifact answers that would break off wait for this instead, and go on."""
         self.uploads = threading.Event()
         """Set once an upload has begun."""
         self.uploads_held: threading.Event | None = None
@@ -217,7 +219,7 @@ class Dialled:
             path = self.artifacts.root / digest / name
             if self.cut is None:
                 return FileResponse(path)
-            return _Broken(path, self.cut)
+            return _Broken(path, self.cut, self.answers_held)
 
         @app.get("/wire/batches/{ticket}")
         async def offer(ticket: str) -> Response:
@@ -240,12 +242,13 @@ class Dialled:
 
 
 class _Broken(FileResponse):
-    """A file, or a range of it, whose connection breaks after some bytes."""
+    """A file, or a range of it, whose connection breaks, or waits, after some bytes."""
 
-    def __init__(self, path: Path, cut: int) -> None:
+    def __init__(self, path: Path, cut: int, held: threading.Event | None) -> None:
         super().__init__(path)
         self.chunk_size = 1024
         self._cut = cut
+        self._held = held
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         sent = 0
@@ -254,7 +257,9 @@ class _Broken(FileResponse):
             nonlocal sent
             if message["type"] == "http.response.body":
                 sent += len(message["body"])
-                if sent > self._cut:
+                if sent > self._cut and self._held is not None:
+                    await asyncio.to_thread(self._held.wait, PATIENCE_SECONDS)
+                elif sent > self._cut:
                     raise ConnectionAbortedError("the test breaks this answer")
             await send(message)
 

@@ -69,7 +69,7 @@ def adapter_files(value: float) -> dict[str, bytes]:
     return {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": save(weights)}
 
 
-class ScriptedWorker:
+class ThreadedWorker:
     """Replies to every request with one of two texts, chosen by the seed; completes every training step. Runs in a
     thread until the ``with`` block ends, and dials again when its connection closes."""
 

@@ -16,7 +16,7 @@ from weakref import ReferenceType
 from cachetools import Cache
 from tests.support.waiting import until
 
-from rookery.worker.engine.native.kv_cache import RetainedSegment
+from rookery.worker.engine.kv_cache import RetainedSegment
 
 LRU = type(lru_cache(int))
 

@@ -28,6 +28,7 @@ from tests.support.storing import FaultyDatabase
 from rookery import protocol
 from rookery.clock import RandomIds
 from rookery.controller.controller import Controller
+from rookery.controller.options import ControllerOptions, LocalWorkers
 from rookery.controller.views import JobView
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import UserError
@@ -45,8 +46,8 @@ from rookery.storage.store import StorageWriter, Store
 from rookery.tokenization.chat import Chat
 
 MODEL = "smollm2-135m-instruct"
-PATIENCE = 20.0
-"""Seconds after which a test that waits for something gives up."""
+PATIENCE = 120.0
+"""Seconds after which a test that waits for something gives up: far more than a loaded machine needs."""
 
 
 def model_folder(folder: Path, context: int = 512) -> Path:
@@ -526,12 +527,13 @@ class Service:
             ids=RandomIds(Random(self.lives)),
             chat=chat,
             check_environment=lambda id, options: None,
-            provide=self.provided.append,
-            release=self.released.append,
             jobs_folder=self.folder / "jobs",
-            rollout_rules=self.rules.rollouts,
-            session_times=self.rules.sessions,
-            orphan_keep_seconds=0.0,
+            options=ControllerOptions(
+                workers=LocalWorkers(provide=self.provided.append, release=self.released.append),
+                rollout_rules=self.rules.rollouts,
+                session_times=self.rules.sessions,
+                orphan_keep_seconds=0.0,
+            ),
         )
         with contextlib.suppress(Crash):
             await self.controller.start()
@@ -582,6 +584,18 @@ class Service:
                     return view
                 assert view.state not in ("completed", "failed", "cancelled", "paused"), (view.state, view.reason)
                 await asyncio.sleep(0)
+
+    async def pass_until(self, holds: Callable[[], object]) -> None:
+        """Time passes, beat by beat, until something holds: what sleeps may begin to do so only after an answer of the
+        writer's thread, so that a fixed time would depend on the machine."""
+
+        async def beat() -> bool:
+            await self.clock.advance(self.settings.worker.heartbeat_seconds, steps=1)
+            for _ in range(2):  # a sweep's second call is made when its first is answered
+                await self.writer(lambda: None)
+            return bool(holds())
+
+        await eventually(beat)
 
     # --- between a crash and the next start ---------------------------------------------------------------------------
 

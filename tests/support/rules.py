@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from rookery.controller.completions import ANSWER_TOKENS
+from rookery.controller.job_sinks import SinkRules
 from rookery.controller.rollout.rules import RolloutRules
 from rookery.controller.sessions.times import SessionTimes
 from rookery.server.connections import EdgeRules
@@ -14,7 +15,7 @@ from rookery.server.launcher import ServiceRules
 
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], ServiceRules]:
-    """Names of :class:`SessionTimes` have the prefix ``session_``."""
+    """Names of :class:`SessionTimes` have the prefix ``session_``, those of :class:`SinkRules` ``sink_``."""
     rest = dict(given)
 
     def taken(kind: type[Any], prefix: str = "") -> Any:
@@ -26,6 +27,7 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], ServiceRules]:
         edge=taken(EdgeRules),
         rollouts=taken(RolloutRules),
         sessions=taken(SessionTimes, "session_"),
+        sinks=taken(SinkRules, "sink_"),
         answer_tokens=rest.pop("answer_tokens", ANSWER_TOKENS),
     )
     return rest, rules

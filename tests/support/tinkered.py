@@ -34,12 +34,6 @@ TOKENS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
 ADAM = types.AdamParams(learning_rate=0.02)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 MODEL = "smollm2-360m-instruct"
 """A name of the catalogue, which every tenant may use; in the tests' cache the small model has its place."""
 

@@ -120,8 +120,7 @@ class Hangs(logging.Handler):
         self.released.wait()
 
 
-def test_lines_that_wait_hold_no_objects_and_those_dropped_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "WAITING_LINES", 2)
+def test_lines_that_wait_hold_no_objects_and_those_dropped_are_counted() -> None:
     logger, hangs, before = logging.getLogger("rookery.test"), Hangs(), log.dropped_lines()
 
     class Large:
@@ -133,7 +132,7 @@ def test_lines_that_wait_hold_no_objects_and_those_dropped_are_counted(monkeypat
     def fail(held: Large) -> None:
         raise ValueError(f"wrong {type(held).__name__}")
 
-    with log.logging_to([hangs], "INFO"):
+    with log.logging_to([hangs], "INFO", waiting_lines=2):
         logger.info("first")
         assert hangs.begun.wait(60)
         try:

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from tests.support.faces import ScriptedWorker, job, served
+from tests.support.faces import ThreadedWorker, job, served
 from tests.support.waiting import until
 
 from rookery.client import Client
-from rookery.telemetry import tracing
-from rookery.telemetry.tracing import EpisodeTracer, TracedCall, trace_id
+from rookery.telemetry.tracing import EpisodeTracer, SendingRules, TracedCall, trace_id
 
 
 class Receiver(ThreadingHTTPServer):
@@ -69,7 +68,7 @@ def attributes(span: Any) -> dict[str, Any]:
 def test_each_episode_of_a_job_is_a_trace_with_its_requests(receiver: Receiver, tmp_path: Path) -> None:
     with (
         served(tmp_path, otlp_url=receiver.url) as service,
-        ScriptedWorker.of(service),
+        ThreadedWorker.of(service),
         Client(service.url, service.key) as client,
     ):
         done = client.submit(job(name="traced", stop={"steps": 2}))
@@ -111,14 +110,11 @@ def test_failed_episode_has_its_error(receiver: Receiver) -> None:
 
 
 def test_a_collector_that_does_not_answer_delays_nothing_and_is_reported_once(
-    receiver: Receiver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tracing, "QUEUE_SPANS", 64)
-    monkeypatch.setattr(tracing, "BATCH_SPANS", 16)
-    monkeypatch.setattr(tracing, "BATCH_SECONDS", 0.05)
-    monkeypatch.setattr(tracing, "SEND_SECONDS", 0.2)
     receiver.status = 400
-    tracer = EpisodeTracer(receiver.url)
+    rules = SendingRules(queue_spans=64, batch_spans=16, batch_seconds=0.05, send_seconds=0.2)
+    tracer = EpisodeTracer(receiver.url, rules)
     with caplog.at_level(logging.INFO, "rookery.telemetry.tracing"):
         for number in range(2000):
             tracer.episode(str(number), 1.0, 2.0, {}, [TracedCall("request", 1.0, 2.0)], "")
@@ -141,7 +137,7 @@ def test_a_collector_that_does_not_answer_delays_nothing_and_is_reported_once(
 def test_service_with_a_dead_collector_trains_and_ends(tmp_path: Path) -> None:
     with (
         served(tmp_path, otlp_url="http://127.0.0.1:9") as service,
-        ScriptedWorker.of(service),
+        ThreadedWorker.of(service),
         Client(service.url, service.key) as client,
     ):
         assert client.submit(job(name="untraced", stop={"steps": 2})).wait().state == "completed"

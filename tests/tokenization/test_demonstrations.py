@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.peers import model_folder
+from tests.tokenization.test_tool_calls import ADD, CODER, QWEN, SMOLLM3, STRICT, TURNS, made
 
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.demonstrations import learned_sequences
@@ -63,6 +66,26 @@ def test_a_template_that_rewrites_earlier_turns_gives_each_a_sequence(tmp_path: 
     found = learned_sequences(chat, [USER, first, MORE, LAST], [0.0, 1.0, 0.0, 1.0])
     assert [learned(chat, one) for one in found] == [[("hm</think>4", 1.0)], [("Yes é 漢.", 1.0)]]
     assert "hm" not in chat.decode(found[1].prompt)
+
+
+@pytest.mark.parametrize("template", [QWEN, SMOLLM3, CODER, STRICT], ids=["qwen", "smollm3", "coder", "no tools"])
+def test_calls_are_learned_in_the_form_in_which_they_are_read(template: str) -> None:
+    """After the prompt that a client's conversation with the same tools has."""
+    chat, answer = made(template), {"role": "assistant", "content": "It is 2."}
+    messages: list[dict[str, Any]] = [*TURNS, answer]
+    for weights in ([0.0, 1.0, 0.0, 0.5], [0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]):
+        [one] = learned_sequences(chat, messages, weights, [ADD])
+        first = next(number for number, weight in enumerate(weights) if weight)
+        assert one.prompt == chat.conversation(messages[:first], [ADD])
+        turns = [number for number, weight in enumerate(weights) if weight]
+        runs = learned(chat, one)
+        assert [weight for _, weight in runs] == [weights[number] for number in turns]
+        for number, (text, _) in zip(turns, runs, strict=True):
+            content, calls = chat.read_reply(chat.encode(text), (), [ADD])
+            given = [(name, json.loads(arguments)) for name, arguments in calls]
+            assert (content.strip(), given) == (messages[number]["content"], [("add", {"a": 1})] * (number == 1))
+    [plain] = learned_sequences(chat, [USER, answer], [0.0, 1.0])
+    assert plain.prompt == chat.prompt([USER])
 
 
 def test_a_long_conversation_is_cut_at_its_end(chat: Chat) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from array import array
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from tests.support.peers import eventually, settle
 from rookery import protocol
 from rookery.controller.rollout.request import SamplingRequest, SamplingResult
 from rookery.errors import Unavailable
-from rookery.worker import generation
 from rookery.worker.compute import IDLE, ComputeStatus
 from rookery.worker.engine.vllm.backend import VllmEnded
 from rookery.worker.failures import PassingFault
@@ -44,13 +43,12 @@ class Machine:
     def status(self) -> ComputeStatus:
         return ComputeStatus(IDLE, frozenset(self.users))
 
-    def call(self, function: Callable[[Any], Any], touches: str = "") -> Future[Any]:
-        answer: Future[Any] = Future()
-        try:
-            answer.set_result(function(self))
-        except Exception as error:
-            answer.set_exception(error)
-        return answer
+    async def call(self, function: Callable[[Any], Any], touches: str = "") -> Any:
+        await asyncio.sleep(0)
+        return function(self)
+
+    def post(self, name: str, function: Callable[[Any], Any], *, touches: str, **concerns: object) -> None:
+        """An abort: the requests that a test drops are not in ``users``."""
 
     @asynccontextmanager
     async def pulled(self, ref: protocol.AdapterRef) -> AsyncIterator[Path]:
@@ -145,10 +143,10 @@ async def test_a_running_request_switches_to_a_version_in_memory_while_others_wa
     await eventually(lambda: machine.switched == ["a-rollout"])
 
 
-async def test_clients_keep_an_adapter_from_others_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_keep_an_adapter_from_others_for_a_while_only() -> None:
     machine = Machine()
     held = await filled(machine)
-    monkeypatch.setattr(generation, "FENCE_SECONDS", 0.0)
+    held.fence_seconds = 0.0
     held.generate(order("chat", ref("a"), client=True))
     await eventually(lambda: machine.begun == ["chat"])
     end = protocol.TokenChunk(

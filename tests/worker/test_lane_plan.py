@@ -9,12 +9,12 @@ import torch
 from tests.support.tiny import COMPUTED, small
 
 from rookery.scheduling.costs import CostTable
-from rookery.scheduling.pipelines import BUCKETS, TAKING_TURNS, TURNS, SlowdownTable, StagePredictor
+from rookery.scheduling.pipelines import BUCKETS, TAKING_TURNS, TURNS, SlowdownTable, Stage, StagePredictor
 from rookery.worker import teams
 from rookery.worker.engine.native import kernels
 from rookery.worker.engine.native.runner import best_runner
-from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
-from rookery.worker.lane_plan import PLAN_SECONDS, RETRY_SECONDS, LanePlan, Part, measure_slowdowns, splits
+from rookery.worker.engine.slo_gate import SloGate, measure_costs
+from rookery.worker.lane_plan import PLAN_SECONDS, RETRY_SECONDS, LanePlan, Part, measure_slowdowns, parts_of, splits
 from rookery.worker.model.lora import LoraManager
 from rookery.worker.trainer.native.backbone import NativeBackbone
 
@@ -28,13 +28,13 @@ class Moment:
         return self.now
 
 
-def plan(engine: float = 1.6, trainer: float = 1.7, depth: int = 1) -> tuple[LanePlan, Moment]:
+def plan(engine: float = 1.6, trainer: float = 1.7, depth: int = 0) -> tuple[LanePlan, Moment]:
     """Of a worker with two cores."""
     table, costs, clock = SlowdownTable(), CostTable(), Moment()
     for rows in BUCKETS:
         table.record(1, "decode", rows, engine=engine, trainer=trainer)
         costs.record("decode", rows, STEP)
-    return LanePlan(2, table, costs, depth, clock), clock
+    return LanePlan(splits(2), table, costs, depth, clock), clock
 
 
 def work(
@@ -111,7 +111,7 @@ def test_work_of_a_tenant_in_a_shared_batch_is_that_of_its_rows(monkeypatch: pyt
     for rows, seconds in ((4, 0.010), (16, 0.016), (64, 0.040)):
         costs.record("decode", rows, seconds)
     costs.record("prefill", 100, 0.2)
-    planned = LanePlan(2, table, costs, 1, Moment())
+    planned = LanePlan(splits(2), table, costs, 1, Moment())
     planned.end_stages("engine", ["a", "b"])
     planned.on_engine("prefill", 100, 0.2, TURNS, {"a": 25, "b": 75})
     for _ in range(10):
@@ -122,9 +122,69 @@ def test_work_of_a_tenant_in_a_shared_batch_is_that_of_its_rows(monkeypatch: pyt
     assert found["b decode"] == pytest.approx(10 * costs.predict("decode", 60))
 
 
+def test_the_time_between_a_tenants_two_parts_is_a_stage() -> None:
+    planned, clock = plan()
+    for _ in range(3):
+        step(planned, "a", steps=100)
+        clock.now += 3.0
+        step(planned, "a", passes=2)
+        clock.now += 5.0
+    assert planned.foreseen([], []) == [], "the next step is late"
+    decode, train = Stage("decode", pytest.approx(2.0), 16), Stage("train", pytest.approx(2.0))
+    planned.decide({"a": 16}, [])
+    assert planned.foreseen(["a"], []) == [(decode, Stage("environment", 3.0), train)]
+    assert planned.foreseen([], ["a"]) == [(train, Stage("environment", 5.0), decode)]
+    step(planned, "a", steps=100)
+    clock.now += 1.0
+    assert planned.foreseen([], []) == [(Stage("environment", 2.0), train)]
+    clock.now += 2.5
+    assert planned.foreseen([], []) == []
+    step(planned, "a", steps=100)
+    assert planned.foreseen([], []) == [(Stage("environment", 3.0), train)], "from engine to engine it is another"
+
+
+def test_plans_take_a_hundredth_of_the_time() -> None:
+    class Slow(Moment):
+        def __call__(self) -> float:
+            self.now += 0.01
+            return self.now
+
+    table = SlowdownTable()
+    for rows in BUCKETS:
+        table.record(1, "decode", rows, engine=1.6, trainer=1.7)
+    clock = Slow()
+    planned = LanePlan(splits(2), table, CostTable(), 0, clock)
+    first = planned.decide({"a": 16}, ["b"])
+    assert first.active and planned.decide({"a": 16}, ["c"]) is first
+    assert not planned.decide({}, ["c"]).active
+    second = planned.decide({"a": 16}, ["c"])
+    assert second.active
+    clock.now += 3.0
+    assert planned.decide({"a": 16}, ["b"]) is not second
+
+
 @pytest.mark.parametrize(("threads", "expected"), [(1, [0]), (2, [0, 1]), (4, [0, 2, 1, 3]), (16, [0, 8, 4, 12])])
 def test_splits_of_the_cores(threads: int, expected: list[int]) -> None:
     assert splits(threads) == expected
+    assert splits(threads, "cuda:0") == [TURNS, max(1, threads // 2)], "a GPU has no parts"
+
+
+@pytest.mark.parametrize(
+    ("device_name", "threads", "lane", "computes", "expected"),
+    [
+        ("cpu", 2, 1, True, (0.5, 0.5)),
+        ("cpu", 2, 1, False, (0.5, 1.0)),
+        ("cpu", 4, 1, True, (0.25, 0.75)),
+        ("cpu", 4, 3, False, (0.75, 0.25)),
+        ("cuda:0", 1, 1, True, (0.5, 0.5)),
+        ("cuda:0", 1, 1, False, (0.5, 1.0)),
+        ("cuda:0", 16, 8, True, (0.5, 0.5)),
+    ],
+)
+def test_both_lanes_are_charged_for_their_parts_of_the_device(
+    device_name: str, threads: int, lane: int, computes: bool, expected: tuple[float, float]
+) -> None:
+    assert parts_of(device_name, threads, lane, computes=computes) == expected
 
 
 @pytest.mark.skipif(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +27,12 @@ from rookery.scheduling.worker_time import WorkerTime
 from rookery.settings import Settings
 from rookery.worker import compute as compute_module
 from rookery.worker import teams
-from rookery.worker.compute import Compute
-from rookery.worker.core import WorkerCore
+from rookery.worker.compute import BEHIND_SECONDS, Compute
+from rookery.worker.core import NO_TRAINING, WorkerCore
 from rookery.worker.engine.native import kernels
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import KernelRunner
-from rookery.worker.engine.native.slo_gate import SloGate
+from rookery.worker.engine.slo_gate import SloGate
 from rookery.worker.failures import failure_category
 from rookery.worker.lane_plan import LanePlan
 from rookery.worker.model.lora import LoraManager
@@ -44,6 +48,14 @@ STEPS = 3
 REPLY = 60
 
 
+def computing(core: WorkerCore, folder: Path, behind_seconds: float = BEHIND_SECONDS, **settings: Any) -> Compute:
+    """The thread with this engine and trainer, which runs."""
+    chosen = Settings.load(**{"threads": 2, **settings})
+    compute = Compute(lambda: folder, chosen, lambda: None, load=lambda *_, **__: core, behind_seconds=behind_seconds)
+    compute.start()
+    return compute
+
+
 def in_thread(function: Any) -> Any:
     """Its result in a thread of its own, whose number of threads ends with it."""
     found: list[Any] = []
@@ -51,6 +63,11 @@ def in_thread(function: Any) -> Any:
     thread.start()
     thread.join()
     return found[0]
+
+
+def answer(compute: Compute, function: Callable[[WorkerCore], Any]) -> Any:
+    """Its result in the compute thread."""
+    return asyncio.run(compute.call(function))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -72,8 +89,11 @@ def test_texts_and_gradients_are_the_same_bits_by_one_thread_and_by_two(tmp_path
         assert torch.equal(one[2][policy], two[2][policy])
 
 
-def test_call_that_breaks_the_worker_ends_the_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A training group whose process ended is not repaired: the worker starts again."""
+def test_a_failed_call_ends_for_its_caller_and_one_that_breaks_the_worker_ends_the_thread(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A call raises to its caller, a post is logged and counted. A training group whose process ended is not
+    repaired: the worker starts again."""
     decoder = small("llama", torch.bfloat16)
     engine = NativeEngine(
         decoder,
@@ -82,25 +102,42 @@ def test_call_that_breaks_the_worker_ends_the_thread(monkeypatch: pytest.MonkeyP
         max_rows=1,
         kv_budget_bytes=1 << 26,
     )
-    monkeypatch.setattr(compute_module, "load_core", lambda *_, **__: WorkerCore(engine, OperationQueue()))
-    compute = Compute(lambda: tmp_path, Settings.load(threads=1), lambda: None)
-    compute.start()
+    compute = computing(WorkerCore(engine, OperationQueue()), tmp_path, threads=1)
 
-    def fail(error: Exception) -> Any:
+    def fail(error: Exception) -> Callable[[WorkerCore], None]:
         def call(_: WorkerCore) -> None:
             raise error
 
-        return compute.call(call).exception(timeout=60)
+        return call
 
-    assert isinstance(fail(UserError("a wrong file")), UserError) and compute.failure is None
-    assert isinstance(fail(GroupLost("process 1 has ended")), GroupLost)
+    with pytest.raises(UserError, match="a wrong file"):
+        answer(compute, fail(UserError("a wrong file")))
+    assert compute.failure is None
+    compute.post("the eviction of a", fail(ValueError("no a")), tenant="ann", policy="a")
+    compute.post("the eviction of b", fail(KeyError("b")), touches="engine", policy="b")
+    compute.post("the eviction of c", lambda _: None, policy="c")
+    with pytest.raises(GroupLost):
+        answer(compute, fail(GroupLost("process 1 has ended")))
     compute.ended.result(timeout=60)
+    posts = [record for record in caplog.records if record.name == "rookery.worker.compute"]
+    assert [(record.getMessage(), vars(record).get("tenant"), vars(record)["policy"]) for record in posts] == [
+        ("the eviction of a failed: no a", "ann", "a"),
+        ("the eviction of b failed: KeyError: 'b'", None, "b"),
+    ]
+    assert [record.levelno == logging.WARNING for record in posts] == [True, True]
+    assert [bool(record.exc_info) for record in posts] == [False, True], "a message for users needs no traceback"
+    assert compute.failed_posts == 2
+    compute.post("a call after the end", fail(ValueError("never runs")))
+    assert compute.failed_posts == 2
     assert isinstance(compute.failure, GroupLost)
     assert failure_category(compute.failure) == "lost"
 
 
-def run_worker(monkeypatch: pytest.MonkeyPatch, folder: Path, lanes: str) -> tuple[Any, Any, dict[str, set[int]]]:
-    """Texts, gradients after all batches, and the numbers of threads of the engine's slices by the thread's name."""
+def run_worker(
+    folder: Path, lanes: str, after_training: Callable[[], None] = lambda: None
+) -> tuple[Any, Any, dict[str, set[int]]]:
+    """Texts, gradients after all batches, and the numbers of threads of the engine's slices by the thread's name.
+    ``after_training`` is called after each of the trainer's slices."""
     decoder = small("llama", torch.bfloat16)
     made = adapters(decoder, 0.1)
     groups, folders = sample(decoder, made, 20), written(made, folder)
@@ -116,15 +153,23 @@ def run_worker(monkeypatch: pytest.MonkeyPatch, folder: Path, lanes: str) -> tup
             threads[threading.current_thread().name].add(torch.get_num_threads())
             return step()
 
-        monkeypatch.setattr(engine, "step", watched)
+        engine.step = watched  # type: ignore[method-assign]
         backbone = NativeBackbone(decoder, between_layers=between_layers)
         trainer = PackedTrainer(backbone, max_rank=64, slice_tokens=64)
         for policy in made:
             trainer.load(policy, 1, reference(policy), folders[policy])
-        return WorkerCore(engine, OperationQueue(trainer), device_name="cpu", no_lanes="")
+        queue = OperationQueue(trainer)
+        train = queue.step
 
-    monkeypatch.setattr(compute_module, "load_core", load)
-    compute = Compute(lambda: folder, Settings.load(threads=2, lanes=lanes), lambda: None)
+        def trained() -> bool:
+            stepped = train()
+            after_training()
+            return stepped
+
+        queue.step = trained  # type: ignore[method-assign]
+        return WorkerCore(engine, queue, device_name="cpu", no_lanes="")
+
+    compute = Compute(lambda: folder, Settings.load(threads=2, lanes=lanes), lambda: None, load=load)
     compute.start()
     compute.ready.result()
 
@@ -157,11 +202,11 @@ def run_worker(monkeypatch: pytest.MonkeyPatch, folder: Path, lanes: str) -> tup
         ended.extend([result.op for result in results] + [chunk.request for chunk in chunks if chunk.finish])
         return len(ended) == 12 + STEPS * len(groups)
 
-    compute.call(submit, touches="engine")
-    compute.call(enqueue)
+    compute.post("requests", submit, touches="engine")
+    compute.post("operations", enqueue)
     until(all_ended)
     core = compute.ready.result()
-    gradients = compute.call(lambda _: {p: core.queue.lora.held[p].state.gradient.clone() for p in made}).result()  # type: ignore[union-attr]
+    gradients = answer(compute, lambda _: {p: core.queue.lora.held[p].state.gradient.clone() for p in made})  # type: ignore[union-attr]
     beat = compute.status.beat
     assert beat.generated == 12 * REPLY and not beat.active + beat.waiting + beat.training and beat.progress > 0
     compute.stop()
@@ -169,8 +214,8 @@ def run_worker(monkeypatch: pytest.MonkeyPatch, folder: Path, lanes: str) -> tup
     return texts, gradients, threads
 
 
-def test_lanes_compute_what_turns_compute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    turns, beside = (run_worker(monkeypatch, tmp_path / lanes, lanes) for lanes in ("turns", "beside"))
+def test_lanes_compute_what_turns_compute(tmp_path: Path) -> None:
+    turns, beside = (run_worker(tmp_path / lanes, lanes) for lanes in ("turns", "beside"))
     assert turns[0] == beside[0]
     for policy, gradient in turns[1].items():
         assert gradient.abs().max() > 0 and torch.equal(gradient, beside[1][policy])
@@ -193,7 +238,8 @@ class Sleeping:
         self.tenant, self.seconds = tenant, seconds
         self.beside = self.alone = 0.0
         self.weights: dict[str, float] = {}
-        self.time, self.full = WorkerTime(self.weights), None
+        self.time = WorkerTime(self.weights)
+        self.full: Any = None
         self.active, self.waiting, self.pending, self.generated, self.free_tokens = 1, 0, 1, 0, 0
 
     def step(self) -> bool:
@@ -217,8 +263,8 @@ class Sleeping:
 
     def share_time(self, time: Any) -> None: ...
 
-    def pending_of(self, trainer: None) -> bool:
-        return False
+    def pending_of(self, trainer: Any) -> bool:
+        return trainer is not None
 
     def drain(self) -> list[Any]:
         return []
@@ -241,21 +287,21 @@ class Sleeping:
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
-def test_tenants_keep_their_shares_of_the_cores_in_both_lanes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, weight: float
-) -> None:
+def test_tenants_keep_their_shares_of_the_cores_in_both_lanes(tmp_path: Path, weight: float) -> None:
+    """A slice that a busy machine makes longer is made up for."""
     engine, trainer = Sleeping("a", 0.004), Sleeping("b", 0.016)
     trainer.weights["a"] = weight
     core = WorkerCore(engine, trainer, device_name="cpu", no_lanes="")  # type: ignore[arg-type]
-    monkeypatch.setattr(compute_module, "load_core", lambda *_, **__: core)
-    monkeypatch.setattr(compute_module, "BEHIND_SECONDS", 0.05)
-    compute = Compute(lambda: tmp_path, Settings.load(threads=2, lanes="beside"), lambda: None)
-    compute.start()
-    until(lambda: engine.core_seconds + trainer.core_seconds > 1.0)
+    compute = computing(core, tmp_path, behind_seconds=0.05, lanes="beside")
+
+    def shared() -> bool:
+        spent = engine.core_seconds, trainer.core_seconds
+        return sum(spent) > 1.0 and spent[0] / spent[1] == pytest.approx(weight, rel=0.35)
+
+    until(shared, lambda: (engine.core_seconds, trainer.core_seconds))
     compute.stop()
     compute.ended.result()
     assert engine.beside > 0 and trainer.beside > 0
-    assert engine.core_seconds / trainer.core_seconds == pytest.approx(weight, rel=0.35)
 
 
 class Counted(Sleeping):
@@ -279,18 +325,23 @@ class Counted(Sleeping):
 
 @contextmanager
 def planned_worker(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, engine: Sleeping, trainer: Sleeping
+    folder: Path,
+    engine: Sleeping,
+    trainer: Sleeping,
+    *,
+    slow: Sequence[float] = (1.1,),
+    lanes: str = "auto",
+    no_lanes: str = "",
+    gate: SloGate | None = None,
 ) -> Iterator[tuple[Compute, SloGate]]:
     """A worker with the planner, for which two lanes are quicker. It runs, and ends without a fault."""
-    gate, slowdowns = SloGate(), SlowdownTable()
+    gate, slowdowns = gate or SloGate(), SlowdownTable()
     gate.costs.record("decode", 1, engine.seconds)
     gate.last = "decode", 1, engine.seconds
-    for rows in BUCKETS:
-        slowdowns.record(1, "decode", rows, engine=1.1, trainer=1.1)
-    core = WorkerCore(engine, trainer, gate=gate, device_name="cpu", no_lanes="", slowdowns=slowdowns)  # type: ignore[arg-type]
-    monkeypatch.setattr(compute_module, "load_core", lambda *_, **__: core)
-    compute = Compute(lambda: folder, Settings.load(threads=2, lanes="auto"), lambda: None)
-    compute.start()
+    for rows, measured in itertools.product(BUCKETS, slow):
+        slowdowns.record(1, "decode", rows, engine=measured, trainer=measured)
+    core = WorkerCore(engine, trainer, gate=gate, device_name="cpu", no_lanes=no_lanes, slowdowns=slowdowns)  # type: ignore[arg-type]
+    compute = computing(core, folder, lanes=lanes)
     compute.ready.result()
     try:
         yield compute, gate
@@ -306,11 +357,11 @@ def test_the_planner_knows_the_end_of_a_stage_while_nothing_else_trains_or_decod
     ended: list[str] = []
     monkeypatch.setattr(StagePredictor, "record", lambda _, name, seconds: ended.append(name))
     engine, trainer = Counted("a", 0.002), Counted("b", 0.002)
-    with planned_worker(monkeypatch, tmp_path, engine, trainer) as (compute, _):
+    with planned_worker(tmp_path, engine, trainer) as (compute, _):
         for step in range(3):
-            compute.call(lambda _: setattr(trainer, "pending", 3))
+            compute.post("training", lambda _: setattr(trainer, "pending", 3))
             until(lambda step=step: ended.count("b train") == step + 1)
-            compute.call(lambda _: setattr(engine, "active", 3), touches="engine")
+            compute.post("decoding", lambda _: setattr(engine, "active", 3), touches="engine")
             until(lambda step=step: ended.count("a tail") == step + 1)
 
 
@@ -330,14 +381,14 @@ def test_the_planner_learns_nothing_from_slices_of_fewer_threads(
 
     monkeypatch.setattr(compute_module, "LanePlan", Told)
     engine, trainer = Counted("a", 0.002), Counted("b", 0.002)
-    with planned_worker(monkeypatch, tmp_path, engine, trainer) as (compute, _):
+    with planned_worker(tmp_path, engine, trainer) as (compute, _):
 
         def ten_of_each() -> None:
             def begin(_: WorkerCore) -> None:
                 engine.active = trainer.pending = 10
 
-            compute.call(begin).result()
-            until(lambda: compute.call(lambda _: engine.active + trainer.pending).result() == 0)
+            answer(compute, begin)
+            until(lambda: answer(compute, lambda _: engine.active + trainer.pending) == 0)
 
         compute.crowd(True)
         ten_of_each()
@@ -348,38 +399,90 @@ def test_the_planner_learns_nothing_from_slices_of_fewer_threads(
         assert {0, 1} & set(told["trainer"][10:])
 
 
-def test_the_reason_for_turns_ends_with_the_requests_that_were_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+IDLE = "turns: no work to run beside"
+MANY = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"no_lanes": "the trainer is a group of processes"}, "turns: the trainer is a group of processes"),
+        (
+            {"no_lanes": "the worker computes with one core", "lanes": "turns"},
+            "turns: the worker computes with one core",
+        ),
+        ({"no_lanes": NO_TRAINING}, ""),
+        ({"lanes": "turns"}, "turns: as set"),
+        ({"lanes": "beside"}, IDLE),
+        ({}, IDLE),
+    ],
+)
+def test_reasons_for_turns_that_are_there_from_the_start(tmp_path: Path, given: dict[str, Any], reason: str) -> None:
+    with planned_worker(tmp_path, Counted("a", 0.002), Counted("b", 0.002), **given) as (compute, _):
+        answer(compute, lambda _: None)
+        until(lambda: compute.status.beat.lanes == reason)
+        answer(compute, lambda core: setattr(core.queue, "full", "trainer"))
+        while_full = "turns: a full-parameter policy trains" if reason == IDLE else reason
+        until(lambda: compute.status.beat.lanes == while_full)
+
+
+@pytest.mark.parametrize(
+    ("reason", "slow", "begin", "end"),
+    [
+        ("a full-parameter policy trains", [1.1], lambda w: w.trains_all(1), lambda w: w.trains_all(None)),
+        ("other programs use some of the cores", [1.1], lambda w: w.crowd(True), lambda w: w.crowd(False)),
+        ("requests have objectives", [1.1], lambda w: w.gate.tracked.update(r=0), lambda w: w.gate.tracked.clear()),
+        ("nothing gains", [2.1], lambda w: w.works(MANY), lambda w: w.works(0)),
+        ("slices beside each other are not as predicted", [1, 4] * 10, lambda w: w.works(MANY), lambda w: w.works(0)),
+        ("one of both catches up with its share", [1.1], lambda w: w.works(MANY, 100.0), lambda w: w.works(0)),
+    ],
+)  # fmt: skip
+def test_the_reason_for_turns_begins_and_ends_with_its_cause(
+    tmp_path: Path, reason: str, slow: list[float], begin: Any, end: Any
 ) -> None:
     engine, trainer = Counted("a", 0.002), Counted("b", 0.002)
-    request: Any = object()
-    monkeypatch.setattr(SloGate, "least_slack", lambda _: 0.0)
-    with planned_worker(monkeypatch, tmp_path, engine, trainer) as (compute, gate):
-        compute.call(lambda _: gate.tracked.update({"r": request}), touches="engine")
-        until(lambda: compute.status.beat.lanes == "turns: requests have objectives")
-        compute.call(lambda _: gate.tracked.clear(), touches="engine")
-        until(lambda: compute.status.beat.lanes == "turns: no work to run beside")
+
+    @dataclass
+    class Worker:
+        compute: Compute
+        gate: SloGate
+
+        def crowd(self, crowded: bool) -> None:
+            self.compute.crowd(crowded)
+
+        def trains_all(self, full: Any) -> None:
+            trainer.full = full
+
+        def works(self, slices: int, weight: float = 1.0) -> None:
+            self.compute.post("decoding", lambda _: setattr(engine, "active", slices), touches="engine")
+            trainer.pending, trainer.weights["a"] = slices, weight
+
+    with planned_worker(tmp_path, engine, trainer, slow=slow, gate=Pressed()) as (compute, gate):
+        worker = Worker(compute, gate)
+        for change, told in ((begin, f"turns: {reason}"), (end, IDLE)):
+            compute.post("the change", lambda _, change=change: change(worker), touches="states")
+            until(lambda told=told: compute.status.beat.lanes == told)
+
+
+class Pressed(SloGate):
+    """Whatever it tracks has no slack."""
+
+    def least_slack(self) -> float:
+        return 0.0
 
 
 NATIVE = Path("/proc/self/task")
 
 
 @pytest.mark.parametrize("lanes", ["turns", "beside"])
-def test_teams_have_as_many_threads_as_there_are_processors_to_compute_with(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lanes: str
-) -> None:
+def test_teams_have_as_many_threads_as_there_are_processors_to_compute_with(tmp_path: Path, lanes: str) -> None:
     """Threads of this process beyond those of Python are those of teams; the first of a team is one of Python's."""
     beyond = lambda: len(list(NATIVE.iterdir())) - threading.active_count()  # noqa: E731
     in_thread(lambda: None)
-    before, most = beyond(), 0
-    real = OperationQueue.step
+    before = beyond()
 
-    def watched(queue: OperationQueue) -> bool:
-        nonlocal most
-        stepped = real(queue)
-        most = max(most, beyond())
-        return stepped
+    def no_third_team() -> None:
+        """A thread that ends is one of Python's no more a little earlier than it is one of the process."""
+        until(lambda: beyond() <= before + 1, "there is more than the compute thread's team of two")
 
-    monkeypatch.setattr(OperationQueue, "step", watched)
-    run_worker(monkeypatch, tmp_path, lanes)
-    assert most <= before + 1, "the compute thread's team of two is all"
+    run_worker(tmp_path, lanes, no_third_team)

@@ -16,6 +16,7 @@ import pytest
 from tests.support.dialled import Connection, Dialled
 from tests.support.forked import ForkedProcess
 from tests.support.live_objects import live_objects
+from tests.support.peers import settle
 from tests.support.small_model import save_small_model
 
 from rookery import protocol
@@ -255,7 +256,7 @@ class LimitedCalls:
 async def test_calls_wait_for_memory_in_order_of_arrival() -> None:
     queue, calls = memory.MemoryQueue(), LimitedCalls()
     tasks = [asyncio.create_task(queue.run(lambda name=name: calls(name))) for name in "abc"]  # type: ignore[misc]
-    await asyncio.sleep(0)
+    await settle(1)
     assert queue.waiting == 3 and not calls.done
     calls.room = 2
     queue.notify()
@@ -272,7 +273,7 @@ async def test_clients_go_before_calls_that_came_earlier() -> None:
             name: asyncio.create_task(queue.run(lambda name=name: calls(name), first=first))  # type: ignore[misc]
             for name, first in names.items()
         }
-        await asyncio.sleep(0)
+        await settle(1)
         assert queue.waiting == 4 and queue.waited >= 0
         tasks["x"].cancel()
         await asyncio.wait([tasks["x"]])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -677,10 +677,9 @@ async def test_fault_of_the_worker_is_lost_and_fault_of_the_operation_is_failed(
     """A failed operation ends its job; a lost one is retried by another worker."""
 
     class Troubled:
-        def call(self, function: Callable[..., Any]) -> Future[Any]:
-            future: Future[Any] = Future()
-            future.set_exception(error)
-            return future
+        async def call(self, function: Callable[..., Any], *, touches: str = "states") -> Any:
+            await asyncio.sleep(0)
+            raise error
 
     answers: list[tuple[str, str]] = []
 
@@ -1092,7 +1091,7 @@ KernelPass._layer_gradient = lambda *arguments: time.sleep(1) or gradient(*argum
 @pytest.mark.skipif(not kernels.load(None), reason="no kernels")
 def test_chats_are_answered_between_the_layers_of_a_training_slice(service: Dialled, start: Start) -> None:
     """One that comes while another is late, too."""
-    start(before=SLOW + SLOW_LAYERS)
+    start(before=SLOW.replace("0.005", "0.01") + SLOW_LAYERS.replace("sleep(1)", "sleep(2)"))
     link = service.connection(0)
     parent = make_policy(service, link, "p")
     link.send(forward("f", parent, batch(service)))

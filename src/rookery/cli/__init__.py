@@ -3,6 +3,7 @@ never imports torch; a worker is a separate process."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from importlib.metadata import version
@@ -29,6 +30,7 @@ from rookery.cli import (
 from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
 from rookery.cli.output import OutputLost, flush_output, prepare_streams, show
 from rookery.errors import NO_ROOM, RookeryError, TooManyRequests
+from rookery.settings import trim_variables
 from rookery.telemetry.rows import printable
 
 app = typer.Typer(
@@ -64,6 +66,19 @@ app.command("doctor")(doctor.doctor)
 DEBUG = "--debug"
 
 
+def flow(group: typer.Typer) -> None:
+    """Give every command its docstring as help in lines as wide as the terminal, not as wide as the source."""
+    for command in group.registered_commands:
+        paragraphs = inspect.cleandoc((command.callback and command.callback.__doc__) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(one.split()) for one in paragraphs).replace("``", "")
+    for inner in group.registered_groups:
+        if inner.typer_instance is not None:
+            flow(inner.typer_instance)
+
+
+flow(app)
+
+
 def print_version(wanted: bool) -> None:
     """Print the version of this program and end."""
     if wanted:
@@ -84,7 +99,7 @@ def root(
 def main(arguments: list[str] | None = None) -> None:
     """Runs one command and exits with its code."""
     prepare_streams()
-    os.environ.pop("PYTHONOPTIMIZE", None)  # its 2 takes from children the docstrings that transformers reads
+    trim_variables(os.environ)
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = DEBUG in given
     try:
@@ -113,5 +128,5 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"rookery: {printable(str(where))}: {reason}; give another folder or file", file=sys.stderr)
             sys.exit(REFUSED)
         line = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"rookery: internal error: {line} ({DEBUG} shows where)", file=sys.stderr)
+        print(f"rookery: internal error: {printable(line)} ({DEBUG} shows where)", file=sys.stderr)
         sys.exit(FAILED)

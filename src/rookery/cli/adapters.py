@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rookery.children import interpreter
+from rookery.children import child_variables, interpreter
 from rookery.cli.options import Cli, check_child, path_argument, path_option, with_options
 from rookery.client.client import Client
 from rookery.client.job import AdapterFolder, Job, check_lora, first_trained
 from rookery.errors import UserError, short
-from rookery.folders import usable_cache
+from rookery.folders import temporary_folder, usable_cache
 
 app = typer.Typer(help="Download adapters, push them to the Hugging Face Hub, merge them.", no_args_is_help=True)
 
@@ -85,7 +84,7 @@ def export(
         if path.exists():
             raise UserError(f"{option}: {path} exists; give a new path")
     usable_cache(cli.settings.cache)
-    with tempfile.TemporaryDirectory(prefix="rookery-export-") as folder:
+    with temporary_folder("rookery-export-") as folder:
         with cli.client() as client:
             found, adapter = _found(client, job, policy)
             spec = found.show().spec
@@ -99,7 +98,9 @@ def export(
         )  # fmt: skip
         for option, path in targets.items():
             command += [option, str(path.absolute())]
-        done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
+        done = subprocess.run(
+            command, capture_output=True, text=True, encoding="utf-8", errors="replace", env=child_variables()
+        )
     check_child(done, "adapters export")
     written = {option.removeprefix("--"): str(path) for option, path in targets.items()}
     cli.show({"job": found.id, "version": adapter.version, **written}, "written: " + ", ".join(written.values()))

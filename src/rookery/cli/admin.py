@@ -42,7 +42,7 @@ def list_tenants(cli: Cli) -> None:
 
 @app.command("add")
 @with_options
-def add(cli: Cli, name: Annotated[str, typer.Argument(help="The tenant's name.")]) -> None:
+def add(cli: Cli, name: Annotated[str, typer.Argument(metavar="NAME", help="The tenant's name.")]) -> None:
     """Create a tenant. It needs a key next."""
     with cli.client() as client:
         made = client.add_tenant(name)
@@ -51,7 +51,9 @@ def add(cli: Cli, name: Annotated[str, typer.Argument(help="The tenant's name.")
 
 @app.command("rename")
 @with_options
-def rename(cli: Cli, tenant: Tenant, name: Annotated[str, typer.Argument(help="The new name.")]) -> None:
+def rename(
+    cli: Cli, tenant: Tenant, name: Annotated[str, typer.Argument(metavar="NAME", help="The new name.")]
+) -> None:
     """Give a tenant another name."""
     with cli.client() as client:
         row = client.rename_tenant(tenant, name)
@@ -112,7 +114,7 @@ def keys(cli: Cli, tenant: Tenant) -> None:
     for row in rows:
         times = [time_of(seconds or 0) for seconds in (row.created, row.expires, row.revoked)]
         table.add(row.id, row.role, *times, row.label)
-    cli.show_rows(rows, lambda: table)
+    cli.show_rows(rows, lambda: table, f"no keys; rookery tenants key {tenant} creates one")
 
 
 @app.command("key")
@@ -159,7 +161,7 @@ def costs(cli: Cli) -> None:
     if cli.json:
         print_json(found)
     else:
-        show(table)
+        show(table if found.workers else "no costs yet: no worker has connected")
 
 
 @with_options
@@ -169,10 +171,11 @@ def workers(cli: Cli) -> None:
     with cli.client() as client:
         rows = client.workers()
         pools = [] if cli.json else client.pools()
-    if rows or cli.json:
-        cli.show_rows(rows, lambda: Group(worker_table(rows), memory_table(rows), *map(_pool_line, pools)))
-    else:
-        show("no worker has connected; rookery worker --connect URL starts one")
+    cli.show_rows(
+        rows,
+        lambda: Group(worker_table(rows), memory_table(rows), *map(_pool_line, pools)),
+        "no worker has connected; rookery worker --connect URL starts one",
+    )
 
 
 def _pool_line(pool: Record) -> str:
@@ -182,7 +185,7 @@ def _pool_line(pool: Record) -> str:
 
 
 def backup(
-    folder: Annotated[Path, path_argument(help="The backup: a new folder, best on another disk.")],
+    folder: Annotated[Path, path_argument(metavar="DIR", help="The backup: a new folder, best on another disk.")],
     data: DataOption = None,
 ) -> None:
     """Back up database and artifacts, while the service runs or not. The backup contains keys: keep it private."""
@@ -195,7 +198,7 @@ def backup(
 
 
 def restore(
-    folder: Annotated[Path, path_argument(help="A backup.")],
+    folder: Annotated[Path, path_argument(metavar="DIR", help="A backup.")],
     data: DataOption = None,
 ) -> None:
     """Restore a backup into a new data folder (and the empty database that ROOKERY_DATABASE names)."""

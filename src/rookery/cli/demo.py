@@ -59,7 +59,8 @@ class Task:
         return {
             "name": self.name,
             "base_model": MODEL,
-            "policies": {"main": {"rank": 16, "optimizer": {"lr": 5.0e-4}}},
+            # The last steps are small: at a constant rate one of them can undo what an evaluation is to show.
+            "policies": {"main": {"rank": 16, "optimizer": {"lr": 6.0e-4, "schedule": "cosine"}}},
             "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 6, "max_staleness": 2},
             "sampling": {"temperature": 1.0, "max_tokens": self.max_tokens},
             "evaluation": {"prompts": HELD_OUT},
@@ -174,16 +175,16 @@ def _serve_page(admin: Client, out: Console) -> None:
         threading.Event().wait()
 
 
-def view_of(job: Job) -> Record:
-    """The job now. A service that does not answer is asked again for :data:`PATIENCE_SECONDS`."""
+def view_of(job: Job, patience: float = PATIENCE_SECONDS, pause: float = REFRESH_SECONDS) -> Record:
+    """The job now. A service that does not answer is asked again for ``patience`` seconds."""
     began = time.monotonic()
     while True:
         try:
             return job.show()
         except Unavailable:
-            if time.monotonic() - began > PATIENCE_SECONDS:
+            if time.monotonic() - began > patience:
                 raise
-        time.sleep(REFRESH_SECONDS)
+        time.sleep(pause)
 
 
 def _watch(runs: Sequence[TaskRun], out: Console, start: float) -> None:

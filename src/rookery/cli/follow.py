@@ -73,7 +73,7 @@ class Follower:
                 if self._live is not None and kind != "end":
                     with suppress(*TEMPORARY):  # the next event tries again, and the stream reports what is wrong
                         self._live.update(_status(self._job.show()), refresh=True)
-                if view.state == "paused" and self._ends_paused and view.paused_by == "fault":
+                if view and view.state == "paused" and self._ends_paused and view.paused_by == "fault":
                     self._events(last=True)
                     break
         return view

@@ -34,10 +34,7 @@ def list_jobs(cli: Cli) -> None:
     """All jobs of this key's tenant."""
     with cli.client() as client:
         views = client.views()
-    if views or cli.json:
-        cli.show_rows(views, lambda: job_list(views))
-    else:
-        show("no jobs yet; rookery run job.yaml submits one")
+    cli.show_rows(views, lambda: job_list(views), "no jobs yet; rookery run job.yaml submits one")
 
 
 @app.command("show")
@@ -147,7 +144,7 @@ def logs(
         print_json({"events": events, "metrics": rows})
         return
     for event in events:
-        show(f"{time_of(event.time)}  {event.kind}: {printable(event.text)}")
+        show(f"{time_of(event.time)}  {event.kind.replace('_', ' ')}: {printable(event.text)}")
     lines = StepLines(console().width if is_terminal() else None)
     for row in rows:
         for line in lines.of(row, spec):
@@ -246,7 +243,7 @@ def tensorboard(
     cli: Cli,
     job: Name,
     folder: Annotated[Path, path_argument(metavar="DIR", help="The folder for tensorboard --logdir.")],
-    follow: Annotated[bool, typer.Option("--follow", help="Write until the job has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Write until the job has ended.")] = False,
 ) -> None:
     """Write a job's metrics and evaluations for TensorBoard, into a file of the job that replaces an earlier one."""
     with cli.client() as client:
@@ -264,7 +261,7 @@ def list_uploads(cli: Cli) -> None:
     table = Rows(columns(("hash", "kind"), ("bytes",), ("stored",)))
     for row in rows:
         table.add(row.hash, row.kind, f"{row.size:,}", time_of(row.created))
-    cli.show_rows(rows, lambda: table)
+    cli.show_rows(rows, lambda: table, "no uploads yet; a job with a dataset or an adapter makes one")
 
 
 @uploads.command("delete")

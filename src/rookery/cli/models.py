@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from rookery.children import interpreter
-from rookery.cli.options import Cli, check_child, path_option, with_options
+from rookery.children import child_variables, interpreter
+from rookery.cli.options import Cli, check_child, last_line, number_option, path_option, with_options
 from rookery.cli.output import print_json, visible, writing
 from rookery.errors import Unavailable, UserError
 from rookery.folders import usable_cache
@@ -60,9 +60,11 @@ def prepare(cli: Cli, name: str, export: Path | None = None) -> None:
     command = interpreter("rookery.worker.model.convert", name, "--cache", str(cli.settings.cache))
     if export is not None:
         command += ["--export", str(export)]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
+    done = subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", errors="replace", env=child_variables()
+    )
     check_child(done, f"preparing {name}")
-    folder = done.stdout.strip()
+    folder = last_line(done.stdout)
     line = f"{name} is prepared: {folder}"
     if export is not None:
         line = f"{name} is written to {export}, which transformers and PEFT load"
@@ -90,12 +92,14 @@ def chat(
     cli: Cli,
     target: Annotated[
         str,
-        typer.Argument(metavar="JOB[@VERSION]", help="A job, or a base model."),
+        typer.Argument(
+            metavar="JOB[/POLICY][@VERSION]", help="A job, its newest version or this one, or a base model."
+        ),
     ],
     message: Annotated[str | None, typer.Option("--message", "-m", help="Send this, print the reply, exit.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of one reply at most.", min=1)] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.", min=0, max=10)] = 0.7,
+    temperature: Annotated[float, number_option(help="0 takes the likeliest token each time.", min=0, max=10)] = 0.7,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same reply.", min=0)] = None,
 ) -> None:
     """Chat with a job's policy or a base model; replies are shown as they are sampled. An empty line or Ctrl-D ends the

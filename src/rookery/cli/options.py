@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
@@ -52,15 +53,30 @@ def path_argument(**more: Any) -> Any:
     return typer.Argument(parser=named_path, **more)
 
 
+def number_option(*names: str, **more: Any) -> Any:
+    """An option for a number, which is finite: no bound refuses ``nan``."""
+    return typer.Option(*names, callback=_finite, **more)
+
+
+def _finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"given {value}, allowed: a finite number")
+    return value
+
+
+def last_line(output: str) -> str:
+    """The last line that a child process wrote: its interpreter may print others as it starts."""
+    return (output.strip().splitlines() or [""])[-1]
+
+
 def check_child(done: subprocess.CompletedProcess[Any], task: str) -> None:
     """Raises the error of a child process that failed, with its last line: :class:`UserError` where another try cannot
     succeed."""
     if done.returncode < 0:
         raise RookeryError(f"signal {-done.returncode} ended {task}; memory must be free for the model")
     if done.returncode:
-        lines = (done.stderr or "").strip().splitlines()
         kind = UserError if done.returncode == EXIT_REFUSED else RookeryError
-        raise kind(lines[-1] if lines else f"{task}: the process ended with code {done.returncode}")
+        raise kind(last_line(done.stderr or "") or f"{task}: the process ended with code {done.returncode}")
 
 
 def duration(option: str, given: str) -> float:
@@ -97,12 +113,12 @@ class Cli:
         else:
             show(line)
 
-    def show_rows(self, rows: Iterable[Any], table: Callable[[], Any]) -> None:
-        """Prints the rows as one JSON list, or the table."""
+    def show_rows(self, rows: Sequence[Any], table: Callable[[], Any], empty: str = "none") -> None:
+        """Prints the rows as one JSON list, or the table, or where there is no row the line ``empty``."""
         if self.json:
             print_json(list(rows))
         else:
-            show(table())
+            show(table() if rows else empty)
 
 
 UrlOption = Annotated[str | None, typer.Option("--url", help="The service's address.", envvar="ROOKERY_URL")]

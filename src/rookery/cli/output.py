@@ -9,12 +9,14 @@
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any, TextIO
 
@@ -37,6 +39,9 @@ SIMILAR = {
 }  # fmt: skip
 """The substitutes of characters that an encoding lacks; any other becomes a question mark."""
 
+_CONTROLS = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""Characters that :func:`visible` does not leave as they are, and that JSON does not escape."""
+
 ENCODING_ERRORS = "rookery.similar"
 """The name of the error handler of :data:`SIMILAR`."""
 
@@ -49,8 +54,9 @@ def _similar(error: UnicodeError) -> tuple[str, int]:
 
 
 def prepare_streams() -> None:
-    """Make the standard streams fit for every output. A closed one becomes the null device: else the next file that is
-    opened would get its number, and with it what is printed."""
+    """Make the standard streams fit for every text. A closed one becomes the null device: else the next file that is
+    opened would get its number, and with it what is printed. Input in another encoding is read with half characters,
+    which the client refuses."""
     codecs.register_error(ENCODING_ERRORS, _similar)
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is not None:
@@ -64,6 +70,9 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=ENCODING_ERRORS)
+    if hasattr(sys.stdin, "reconfigure"):
+        with suppress(io.UnsupportedOperation):  # something has been read already
+            sys.stdin.reconfigure(errors="surrogateescape")
 
 
 class OutputLost(RookeryError):
@@ -116,8 +125,9 @@ def show(value: RenderableType) -> None:
 def print_json(value: Any) -> None:
     """One JSON document on one line."""
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "").replace("_", "")
+    text = json.dumps(value, ensure_ascii=not encoding.startswith("utf"))
     with writing():
-        print(json.dumps(value, ensure_ascii=not encoding.startswith("utf")), flush=True)
+        print(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text), flush=True)
 
 
 def time_of(seconds: float) -> str:
@@ -125,9 +135,25 @@ def time_of(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else ""
 
 
+UNSHOWN = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+"""Classes of the characters that embed, override or isolate a direction (UAX 9): with them a line reads as another."""
+
+
 def visible(text: str) -> str:
-    """``text`` without the control characters that move a terminal's cursor or change its colours."""
-    return "".join(letter for letter in text if letter in "\n\t" or unicodedata.category(letter) != "Cc")
+    """``text`` without the control characters that move a terminal's cursor, change its colours or reverse the
+    direction of letters; U+2028 and U+2029, which break lines, become spaces. Joiners of emoji and scripts stay."""
+    if text.isprintable():
+        return text
+    return "".join(filter(None, map(_visible, text)))
+
+
+def _visible(letter: str) -> str:
+    if letter.isprintable() or letter in "\n\t":
+        return letter
+    kind = unicodedata.category(letter)
+    if kind in ("Zl", "Zp"):
+        return " "
+    return "" if kind == "Cc" or unicodedata.bidirectional(letter) in UNSHOWN else letter
 
 
 class _Visible:

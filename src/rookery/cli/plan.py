@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsons
-import math
 import re
 import shlex
 import socket
@@ -15,15 +14,17 @@ import typer
 import yaml
 
 from rookery.bounds import GIVEN_NAME, NAME
-from rookery.children import interpreter
-from rookery.cli.options import JsonOption, check_child, path_option
+from rookery.children import child_variables, interpreter
+from rookery.cli.options import JsonOption, check_child, last_line, number_option, path_option
 from rookery.cli.output import print_json, show
 from rookery.errors import UserError, short
 from rookery.scheduling.plan.predict import Device, devices_of, plan_of
 from rookery.scheduling.plan.search import BUDGET, Found, gains, search
+from rookery.settings import TrainingSettings
 from rookery.spec.files import read_job
 from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Plan, PlannedWorker, parsed, read_fleet
 from rookery.spec.job import JobSpec
+from rookery.spec.machine import MOST
 from rookery.spec.parsing import parse_job
 from rookery.telemetry.rows import Rows, columns
 from rookery.tokenization.registry import canonical
@@ -37,22 +38,24 @@ UNMEASURED = {
 BY_DEFAULT = {"download": 125e6, "upload": 125e6, "latency": 0.001}
 """The fields of a new entry that are neither measured nor given."""
 
-TYPICAL_ERROR = 0.10
-"""Median difference between predicted and simulated seconds of a round (``benchmarks/scale/planning.py``)."""
+MEASURED_SLOWER = (1.05, 1.5)
+"""Seconds of a step over the predicted ones, at least and at most, of the plans that were measured with real workers
+(``benchmarks/scale/plan_measured.py``), rounded outwards."""
 
 
 def plan(
     workers: Annotated[Path, path_option(help="The fleet file: machines, their speeds, links.")],
     jobs: Annotated[list[Path], path_option(help="A job file; give the option once for each job.")],
     reply_tokens: Annotated[
-        float | None, typer.Option(min=1, help="Median tokens of a reply; by default half of max_tokens.")
+        float | None,
+        number_option(min=1, max=131072, help="Median tokens of a reply; by default half of max_tokens."),
     ] = None,
     sigma: Annotated[
-        float, typer.Option(min=0, max=3, help="Spread of reply lengths: the deviation of their logarithm.")
+        float, number_option(min=0, max=3, help="Spread of reply lengths: the deviation of their logarithm.")
     ] = 0.6,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, max=1 << 40, help="Tokens of a prompt.")] = 64,
     environment: Annotated[
-        float, typer.Option(min=0, max=1e6, help="Seconds of the environment for an episode.")
+        float, number_option(min=0, max=1e6, help="Seconds of the environment for an episode.")
     ] = 0.0,
     budget: Annotated[int, typer.Option(min=1, max=100_000, help="Plans that are predicted.")] = BUDGET,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same plan.")] = 0,
@@ -81,8 +84,9 @@ def plan(
             f" measure it with rookery profile --model {shlex.quote(model)}"
         )
     found = search(fleet, devices, demands, budget=budget, seed=seed)
-    if math.isinf(found.prediction.seconds):
-        raise UserError(f"{workers}: no plan can run these jobs: {found.prediction.problem}")
+    if (seconds := found.prediction.seconds) > MOST:
+        reason = found.prediction.problem or f"a step would take {seconds:.3g} s"
+        raise UserError(f"{workers}: no plan can run these jobs: {reason}")
     more = {name: max(0.0, gain) for name, gain in gains(fleet, demands, found, budget=budget, seed=seed).items()}
     planned = plan_of(fleet, devices, demands, found.prediction).model_copy(update={"model": model})
     report = as_json(devices, found, more)
@@ -98,10 +102,12 @@ def plan(
         print_json(report)
         return
     show(_table(devices, found))
-    low, high = (found.prediction.seconds * (1 + sign * TYPICAL_ERROR) for sign in (-1, 1))
+    show(f"One optimizer step of every job: {found.prediction.seconds:.1f} s ({found.evaluations} plans predicted)")
+    low, high = report["measured_seconds"]
+    least, most = MEASURED_SLOWER
     show(
-        f"One optimizer step of every job: {found.prediction.seconds:.1f} s predicted, typically {low:.1f} to "
-        f"{high:.1f} s ({found.evaluations} plans predicted)"
+        f"Expect {low:.1f} to {high:.1f} s: steps of real workers took {least} to {most} times as long as predicted,"
+        " in benchmarks/scale/plan_measured.py"
     )
     if simulate:
         show(f"Simulated with the real controller: {report['simulated_seconds']:.1f} s")
@@ -116,14 +122,16 @@ def plan(
 def profile(
     name: Annotated[str | None, typer.Option(help="The machine's name; by default its host name.")] = None,
     model: Annotated[str, typer.Option(help="The base model.")] = "smollm2-135m-instruct",
-    price: Annotated[float | None, typer.Option(min=0.001, help="Price of an hour, in any unit; by default 1.")] = None,
+    price: Annotated[
+        float | None, number_option(min=0.001, help="Price of an hour, in any unit; by default 1.")
+    ] = None,
     site: Annotated[str | None, typer.Option(help="Where the machine is.")] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option(min=1, help="Bytes per second between this machine and the service; by default 125,000,000."),
+        number_option(min=1, help="Bytes per second between this machine and the service; by default 125,000,000."),
     ] = None,
     latency: Annotated[
-        float | None, typer.Option(min=0, help="Seconds of a transfer before its first byte; by default 0.001.")
+        float | None, number_option(min=0, help="Seconds of a transfer before its first byte; by default 0.001.")
     ] = None,
     out: Annotated[
         Path | None,
@@ -148,12 +156,13 @@ def profile(
     if out is not None:
         merged(out, UNMEASURED | given)
     run = subprocess.run(
-        interpreter("rookery.worker.profile", "--model", model, "--name", named), stdout=subprocess.PIPE, check=False
-    )
+        interpreter("rookery.worker.profile", "--model", model, "--name", named), stdout=subprocess.PIPE, check=False,
+        env=child_variables(),
+    )  # fmt: skip
     if run.returncode > 0:  # it has written the reason
         raise typer.Exit(run.returncode)
     check_child(run, "the measurement")
-    measured = jsons.loads(run.stdout) | given
+    measured = jsons.loads(last_line(run.stdout.decode())) | given
     try:
         if out is not None:
             found = add_entry(out, measured)
@@ -239,13 +248,16 @@ def demands_of(
 
 def command(worker: PlannedWorker, plan: Plan, *, followed: bool) -> str:
     """The command that starts a worker of the plan. Where a service has the plan (``followed``), it gives the worker
-    its roles, and others when machines leave: the worker is started with both."""
+    its roles, and others when machines leave: the worker is started with both. The machine's speeds hold for the
+    slices of its measurement."""
     machine = next(machine for machine in plan.fleet.machines if machine.name == worker.machine)
     words = ["rookery worker --connect URL", f"--name {worker.name}", f"--model {shlex.quote(plan.model)}"]
     words += [] if followed else [f"--roles {','.join(worker.roles)}"]
     words.append(f"--max-rows {worker.max_rows}")
     words += ["--preemptible"] * machine.preemptible + [f"--price {machine.price:g}"]
     words += [f"--site {shlex.quote(machine.site)}"] if machine.site else []
+    if worker.slice_tokens != TrainingSettings().slice_tokens:
+        words.insert(0, f"ROOKERY_SLICE_TOKENS={worker.slice_tokens}")
     return " ".join(words)
 
 
@@ -253,6 +265,7 @@ def as_json(devices: list[Device], found: Found, more: dict[str, float]) -> dict
     uses = zip(devices, found.prediction.uses, strict=True)
     return {
         "step_seconds": found.prediction.seconds,
+        "measured_seconds": [found.prediction.seconds * times for times in MEASURED_SLOWER],
         "evaluations": found.evaluations,
         "workers": [
             {"name": device.name, "machine": device.machine.name, "role": use.role, "rows": use.rows,

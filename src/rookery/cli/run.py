@@ -25,6 +25,7 @@ from rookery.cli.output import print_json, show
 from rookery.client import Client, Job, Record
 from rookery.client.job import ENDED
 from rookery.errors import Conflict, Unavailable, UserError
+from rookery.folders import temporary_folder
 from rookery.settings import Settings
 from rookery.spec.files import read_job
 from rookery.spec.job import JobSpec
@@ -41,7 +42,9 @@ RUNS = Path("runs")
 @with_options
 def run(
     cli: Cli,
-    job_file: Annotated[Path, path_argument(help="The job: YAML or JSON, or TOML of Prime's hosted training.")],
+    job_file: Annotated[
+        Path, path_argument(metavar="FILE", help="The job: YAML or JSON, or TOML of Prime's hosted training.")
+    ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, show the whole job and three prompts.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Submit to the running service and exit.")] = False,
     adapter: Annotated[Path | None, path_option(help="Write the final PEFT adapter into this folder.")] = None,
@@ -73,7 +76,7 @@ def run(
             address = cli.settings.base_url
             raise Unavailable(f"--detach needs a service, and none answers at {address}: rookery serve")
         elif dry_run:
-            with tempfile.TemporaryDirectory(prefix="rookery-") as data, _embedded(Path(data), "") as own:
+            with temporary_folder() as data, _embedded(Path(data), "") as own:
                 code = _plan(cli, own, raw, folder)
         else:
             code = _run_alone(cli, raw, spec, folder, adapter, new)

@@ -40,7 +40,7 @@ def list_secrets(cli: Cli) -> None:
     table = Rows(columns(("secret", "set")))
     for row in found:
         table.add(row.name, time_of(row.created))
-    cli.show_rows(found, lambda: table)
+    cli.show_rows(found, lambda: table, "no secrets yet; rookery secrets set NAME stores one")
 
 
 @app.command("delete")

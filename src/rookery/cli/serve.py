@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from rookery.aio import run_to_end
-from rookery.children import interpreter
-from rookery.cli.options import FAILED, REFUSED, DataOption
+from rookery.children import child_variables, interpreter
+from rookery.cli.options import FAILED, REFUSED, DataOption, number_option
 from rookery.cluster.base import preloaded
 from rookery.errors import UserError
 from rookery.settings import WORKER_SETTINGS, Settings, token_of, variable_notes
@@ -62,7 +62,7 @@ def worker(
     model: Annotated[str, typer.Option(help="The base model to load.")] = "smollm2-135m-instruct",
     roles: Annotated[str, typer.Option(help="rollout, train, or both, comma-separated.")] = "rollout,train",
     preemptible: Annotated[bool, typer.Option("--preemptible", help="This machine may vanish.")] = False,
-    price: Annotated[float, typer.Option(help="Price of an hour of this machine, in any unit.", min=0)] = 0.0,
+    price: Annotated[float, number_option(help="Price of an hour of this machine, in any unit.", min=0)] = 0.0,
     address: Annotated[
         str | None, typer.Option(help="HOST[:PORT] where other workers may read artifacts from this one.")
     ] = None,
@@ -92,4 +92,5 @@ def worker(
         arguments.append("--preemptible")
     token_of()  # refused here where there is none
     environment = preloaded({**os.environ}, settings.worker.allocator)
-    os.execve(sys.executable, interpreter("rookery.start", "rookery.worker.process", *arguments), environment)
+    command = interpreter("rookery.start", "rookery.worker.process", *arguments)
+    os.execve(sys.executable, command, child_variables(environment))

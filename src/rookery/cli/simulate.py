@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from rookery.cli.options import JsonOption, path_option
+from rookery.cli.options import JsonOption, number_option, path_option
 from rookery.cli.output import print_json, show
 
 
@@ -21,13 +21,15 @@ def simulate(
         "two-core-cpu-135m"
     ),
     modes: Annotated[str, typer.Option(help="all, or a comma-separated list of them.")] = "all",
-    hours: Annotated[float, typer.Option(min=0.01, max=1000, help="Virtual hours of the trace.")] = 0.5,
-    faster: Annotated[float, typer.Option(min=0.001, help="Replay the trace this many times faster.")] = 1.0,
+    hours: Annotated[float, number_option(min=0.01, max=1000, help="Virtual hours of the trace.")] = 0.5,
+    faster: Annotated[float, number_option(min=0.001, help="Replay the trace this many times faster.")] = 1.0,
     jobs: Annotated[int, typer.Option(min=1, max=1000, help="Concurrent jobs, each of a different tenant.")] = 1,
     policies: Annotated[
         int, typer.Option(min=1, max=8, help="Policies of each job, which reply in turn and are trained.")
     ] = 1,
-    groups: Annotated[int | None, typer.Option(min=1, help="Groups per step, instead of the profile's.")] = None,
+    groups: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Groups per step, instead of the profile's.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="End each policy after this many steps.")] = None,
     staleness: Annotated[int, typer.Option(min=0, max=64, help="The jobs' max_staleness; 0 is on-policy.")] = 0,
     micro_batch: Annotated[
@@ -35,12 +37,14 @@ def simulate(
         typer.Option(min=0, help="Episodes with which training begins; by default a quarter of a step's."),
     ] = None,
     reserved: Annotated[int, typer.Option(min=1, max=1000, help="Reserved machines.")] = 1,
-    discount: Annotated[float, typer.Option(min=0, max=1, help="Discount on the price of preemptible machines.")] = 0.7,
+    discount: Annotated[
+        float, number_option(min=0, max=1, help="Discount on the price of preemptible machines.")
+    ] = 0.7,
     notice: Annotated[
-        float, typer.Option(min=0, help="Seconds between the preemption notice and the end; 0: no notice.")
+        float, number_option(min=0, help="Seconds between the preemption notice and the end; 0: no notice.")
     ] = 0.0,
     flush: Annotated[
-        float | None, typer.Option(min=0.001, help="The service's flush_seconds; larger ones simulate faster.")
+        float | None, number_option(min=0.001, help="The service's flush_seconds; larger ones simulate faster.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same run, event by event.")] = 0,
     out: Annotated[Path | None, path_option(help="A folder for results.json.")] = None,

@@ -8,7 +8,6 @@ import os
 import re
 import stat
 import tarfile
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from rookery.client.job import ENDED, Job, sample, stream, times, write_trace
 from rookery.environments.base import Environment
 from rookery.environments.host import Host
 from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError, short
+from rookery.folders import temporary_file
 from rookery.paths import named_path
 from rookery.settings import CLIENT_SETTINGS, Settings
 from rookery.spec import values
@@ -478,7 +478,7 @@ def _large_rows(option: str, rows: Any) -> bytes | None:
 
 def _add_adapter(connection: HttpConnection, folder: Path) -> str:
     """Uploads a PEFT folder; returns the hash for ``warm_start.upload``."""
-    with tempfile.TemporaryFile() as tar:
+    with temporary_file() as tar:
         with tarfile.open(fileobj=tar, mode="w", dereference=True) as archive:
             for name in _ADAPTER_FILES:
                 try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from itertools import chain
@@ -20,6 +21,10 @@ import httpx
 from rookery import errors
 from rookery.lines import LineSplitter
 from rookery.network import client_tls, proxy_of, service_url
+
+BUSY_TRIES, BUSY_SECONDS = 5, 2.0
+"""A read that the service refuses, since the tenant asks too much of it, is sent so often in all, where the wait that
+the service names is no longer than this: a list on a busy machine comes later instead of failing."""
 
 CONNECT_SECONDS = 3.0
 """Time limit of an attempt to connect, of which there are three: together less than ``READ_SECONDS``."""
@@ -85,13 +90,32 @@ def segment(kind: str, text: str) -> str:
     raise errors.NotFound(f"no {kind} {errors.short(text)!r}")
 
 
+class WaitingClock:
+    """The time of a client, which waits in its caller's thread."""
+
+    def monotonic(self) -> float:
+        """Seconds since an arbitrary moment; never goes backwards."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Return after ``seconds``."""
+        time.sleep(seconds)
+
+
 class HttpConnection:
     """Requests to the service at ``url`` with ``key``. They raise :class:`ConnectionBroken` if it cannot be reached,
     else :class:`RequestRefused` or the error of :mod:`rookery.errors` for the response's status. No error shows the
     key."""
 
     def __init__(
-        self, url: str, key: str | None, ca_file: str = "", *, key_from: str = "", seconds: float | None = None
+        self,
+        url: str,
+        key: str | None,
+        ca_file: str = "",
+        *,
+        key_from: str = "",
+        seconds: float | None = None,
+        clock: WaitingClock | None = None,
     ) -> None:
         """``ca_file`` is as in :func:`~rookery.network.client_tls`. ``key_from`` says where the key was found, for the
         error of a wrong one. ``seconds`` is the time limit of every request in place of that of its purpose. Raises
@@ -101,6 +125,7 @@ class HttpConnection:
             raise errors.UserError(f"seconds: given {shown}, allowed: a number above 0, at most {MOST_SECONDS:,.0f}")
         self.url = service_url(url, "the service's address (ROOKERY_URL)")
         self._key, self._ca_file, self._key_from, self._seconds = key, ca_file, key_from, seconds
+        self.clock = clock or WaitingClock()
         self._opened: dict[int, httpx.Client] = {}
         self._client()
 
@@ -201,10 +226,15 @@ class HttpConnection:
             raise errors.UserError(f"the request cannot be written: {error}") from None
 
     def _send(self, method: str, path: str, seconds: float, **request: Any) -> httpx.Response:
-        try:
-            response = self._client().send(self._request(method, path, seconds, **request))
-        except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise self._broken(error, seconds) from None
+        for left in reversed(range(BUSY_TRIES)):
+            try:
+                response = self._client().send(self._request(method, path, seconds, **request))
+            except (httpx.TransportError, httpx.InvalidURL) as error:
+                raise self._broken(error, seconds) from None
+            wait = _seconds(response.headers.get("Retry-After", ""))
+            if not left or method != "GET" or response.status_code != 429 or wait > BUSY_SECONDS:
+                break
+            self.clock.sleep(wait)
         if response.status_code >= 400:
             self._raise_error(response)
         return response

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rookery.errors import Unavailable, UserError, short
+from rookery.network import unusable_proxy
 from rookery.telemetry.numbers import evaluation_cells
 
 CARD_ROWS = 20
@@ -16,6 +19,13 @@ CARD_ROWS = 20
 
 SHOWN_OPTIONS = ("id", "hosted", "path", "task", "verifier", "split")
 """Options of an environment that a card names: none of them is a row or a text of the tenant."""
+
+
+SILENT_SECONDS = 60.0
+"""Longest silence of the Hub during a push: it reads all files of a commit before it answers."""
+
+ATTEMPTS = 2
+"""Attempts of one request without an answer, after which the Hub counts as silent."""
 
 
 def push_folder(
@@ -27,10 +37,11 @@ def push_folder(
     private: bool,
     message: str,
     endpoint: str | None = None,
+    silent_seconds: float = SILENT_SECONDS,
 ) -> str:
     """Upload ``folder`` to the model repository ``repo``, which is created if necessary; returns its address. ``card``
     makes the model card from the repository's name with its organisation. Raises :class:`UserError` for what the Hub
-    refuses, :class:`Unavailable` where it does not answer."""
+    refuses, :class:`Unavailable` where it does not answer, such as after ``silent_seconds`` without a byte."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import disable_progress_bars
@@ -38,9 +49,10 @@ def push_folder(
     disable_progress_bars()
     api = HfApi(endpoint=endpoint, token=token)
     try:
-        made = api.create_repo(repo, private=private, exist_ok=True, repo_type="model")
-        (folder / "README.md").write_text(card(made.repo_id), encoding="utf-8")
-        api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
+        with _bounded_silence(silent_seconds):
+            made = api.create_repo(repo, private=private, exist_ok=True, repo_type="model")
+            (folder / "README.md").write_text(card(made.repo_id), encoding="utf-8")
+            api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
     except HFValidationError as error:
         raise UserError(f"push: {short(_line(error))}") from None
     except HfHubHTTPError as error:
@@ -50,11 +62,51 @@ def push_folder(
             reason += "; set HF_TOKEN to a token that may write there (hf auth login)"
         raise (Unavailable if status >= 500 or status == 429 else UserError)(reason) from None
     except Exception as error:  # of the Hub's client, whose connections raise errors of several packages
-        raise Unavailable(f"push: the Hub does not answer: {short(_line(error) or type(error).__name__)}") from None
+        if isinstance(error, ImportError | ValueError) and (problem := unusable_proxy()):
+            raise UserError(f"push: {problem}") from None
+        reason = _line(_first_cause(error)) or type(error).__name__
+        raise Unavailable(f"push: the Hub does not answer: {short(reason)}") from None
     return f"{api.endpoint}/{made.repo_id}"
 
 
-def _line(error: Exception) -> str:
+@contextmanager
+def _bounded_silence(seconds: float) -> Iterator[None]:
+    """Within, the Hub's client waits ``seconds`` for the next bytes, and begins no request again that got no answer
+    :data:`ATTEMPTS` times. By itself it waits for ever, and tries five times."""
+    from huggingface_hub import get_session
+
+    session: Any = get_session()
+    unanswered: Counter[str] = Counter()
+
+    def sending(request: Any) -> None:
+        asked = f"{request.method} {request.url}"
+        if unanswered[asked] >= ATTEMPTS:
+            raise TimeoutError(f"no answer within {ATTEMPTS} x {seconds:g} s")
+        unanswered[asked] += 1
+        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
+
+    def answered(response: Any) -> None:
+        del unanswered[f"{response.request.method} {response.request.url}"]
+
+    usual = session.event_hooks
+    session.event_hooks = {
+        "request": [*usual["request"], sending],
+        "response": [*usual["response"], answered],
+    }
+    try:
+        yield
+    finally:
+        session.event_hooks = usual
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """That of an upload says only which file it was."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _line(error: BaseException) -> str:
     return " ".join(str(error)[:1000].split())
 
 

@@ -7,8 +7,6 @@ import logging
 import math
 import shutil
 import tarfile
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from rookery.client.connection import WORK_SECONDS, HttpConnection, Record, segm
 from rookery.client.hub import model_card, push_folder
 from rookery.client.tensorboard import FILE_VERSION, event
 from rookery.errors import RookeryError, StorageFull, TooManyRequests, Unavailable, UserError, short
+from rookery.folders import temporary_file, temporary_folder
 from rookery.paths import named_path
 from rookery.telemetry.numbers import numbers
 
@@ -131,7 +130,8 @@ class Job:
         :class:`JobTimeout` if it has not ended after ``timeout`` seconds, within a heartbeat; 0 asks once."""
         if timeout is not None and (not isinstance(timeout, int | float) or math.isnan(timeout)):
             raise UserError(f"timeout: given {timeout!r}, allowed: a number of seconds, or None to wait without end")
-        deadline = None if timeout is None else time.monotonic() + timeout
+        clock = self._connection.clock
+        deadline = None if timeout is None else clock.monotonic() + timeout
         late = f"job {self.name} had not ended after {timeout} s"
         try:
             for kind, data in self._follow(2**31, deadline):
@@ -139,10 +139,10 @@ class Job:
                     return data
                 if kind == "job" and data.state in ENDED:
                     continue  # the end is the next event
-                if deadline is not None and time.monotonic() > deadline:
+                if deadline is not None and clock.monotonic() > deadline:
                     raise JobTimeout(f"{late}; it continues")
         except TEMPORARY as error:
-            if deadline is None or time.monotonic() < deadline:
+            if deadline is None or clock.monotonic() < deadline:
                 raise
             raise JobTimeout(f"{late}: {error}") from None
         return self.show()
@@ -157,6 +157,7 @@ class Job:
 
     def _follow(self, after: int, until: float | None) -> Iterator[tuple[str, Record]]:
         """Its events; from ``until`` of the monotonic clock on, an error is raised at once."""
+        clock = self._connection.clock
         absent_since: float | None = None
         headers: dict[str, str] = {}
         while True:
@@ -175,13 +176,13 @@ class Job:
                         return
                 raise Unavailable(f"the service stopped to send the events of job {self.name}")
             except TEMPORARY as error:
-                now = time.monotonic()  # not that of the last event: the caller may have worked on it for long
+                now = clock.monotonic()  # not that of the last event: the caller may have worked on it for long
                 absent_since = now if absent_since is None else absent_since
                 if now - absent_since > RECONNECT_SECONDS or (until is not None and now >= until):
                     raise
                 log.debug("following %s: %s", self.name, error)
                 pause = min(max(RETRY_SECONDS, getattr(error, "retry_after", 0.0)), RECONNECT_SECONDS / 4)
-                time.sleep(pause if until is None else min(pause, until - now))
+                clock.sleep(pause if until is None else min(pause, until - now))
 
     def events(self, limit: int = 100) -> list[Record]:
         """The job's event log, newest last."""
@@ -335,7 +336,7 @@ class AdapterFolder:
         ``HF_ENDPOINT`` names another Hub. This process uploads: the service gets no token."""
         policy = self._policy
         check_lora(self._job.show().spec.policies, policy, "hf upload pushes its files")
-        with tempfile.TemporaryDirectory(prefix="rookery-push-") as folder:
+        with temporary_folder("rookery-push-") as folder:
             files = self.download(folder)
             version = next(one for one in self._job.versions(policy) if one.version == self.version)
             config = json.loads((files / "adapter_config.json").read_text(encoding="utf-8"))
@@ -352,7 +353,7 @@ class AdapterFolder:
         """Writes the files of the PEFT folder into ``folder``, which is created if necessary; returns it. A file there
         is replaced when the new one is whole."""
         target, self.files = named_path(folder), []
-        with tempfile.TemporaryFile() as tar:
+        with temporary_file() as tar:
             self.version = int(self._connection.download(self._path, tar, "application/x-tar")["X-Version"])
             tar.seek(0)
             target.mkdir(parents=True, exist_ok=True)
@@ -382,7 +383,7 @@ def write_trace(
 ) -> Path:
     """Write the trace at ``path`` of the service to ``file``."""
     target, query = named_path(file), httpx.QueryParams(times(start, end))
-    with tempfile.TemporaryFile() as content:
+    with temporary_file() as content:
         connection.download(f"{path}?{query}", content)
         content.seek(0)
         with target.open("wb") as out:

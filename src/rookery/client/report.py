@@ -6,6 +6,7 @@ It has no script and loads nothing, so it opens anywhere and stays as it is. Eve
 from __future__ import annotations
 
 import html
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,9 +41,11 @@ STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1300px; margin: 1.5rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; } td, th { padding: .25rem .7rem; text-align: left; border-bottom: 1px solid #8884; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(430px, 1fr)); gap: 1rem; }
-figure { margin: 0; }
-svg path { fill: none; stroke: #3b74e0; stroke-width: 2; } svg text { font-size: 11px; fill: #777; }
+pre, td { unicode-bidi: plaintext; overflow-wrap: anywhere; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(430px, 100%), 1fr)); gap: 1rem; }
+figure { margin: 0; } svg { max-width: 100%; height: auto; }
+svg path { fill: none; stroke: #3b74e0; stroke-width: 2; stroke-linecap: round; }
+svg text { font-size: 11px; fill: #777; }
 article { border: 1px solid #8886; border-radius: 6px; padding: .5rem .8rem; margin: .6rem 0; }
 .muted { color: #777; }
 """
@@ -66,6 +69,7 @@ def report(job: Job, episodes: int = EPISODES) -> str:
 def _lines(job: Job, episodes: int) -> Iterator[str]:
     view, rows = job.show(), list(job.metrics(follow=False))
     yield f"<!doctype html><html lang=en><meta charset=utf-8><title>{text(view.name)}</title>"
+    yield '<meta name=viewport content="width=device-width, initial-scale=1">'
     yield "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
     yield f"<style>{STYLE}</style><h1>{text(view.name)}</h1>"
     yield f"<p>{text(view.state)}{': ' + text(view.reason) if view.reason else ''} · {text(view.base_model)} ·"
@@ -101,7 +105,8 @@ def _lines(job: Job, episodes: int) -> Iterator[str]:
         for one in found:
             yield f"<article><b>{outcome(one)}</b> <span class=muted>group {one.ordinal}, version {one.version},"
             yield f" {one.tokens} tokens</span><pre class=muted>{text(one.prompt)}</pre>"
-            yield from (f"<pre>{text(reply)}</pre>" for reply in one.replies)
+            for reply, policy in itertools.zip_longest(one.replies, one.get("speakers") or []):
+                yield (f"<b>{text(policy)}</b>" if policy else "") + f"<pre>{text(reply)}</pre>"
             yield (f"<pre>{text(one.error)}</pre>" if one.error else "") + "</article>"
     yield "<h2>Events</h2>" + _table(
         ("time", "kind", "what happened"), [(_time(one.time), one.kind, one.text) for one in job.events(EVENTS)]
@@ -110,7 +115,8 @@ def _lines(job: Job, episodes: int) -> Iterator[str]:
 
 
 def chart(steps: Sequence[int], values: Sequence[float | None]) -> str:
-    """A line over the steps, with the smallest and the largest value; missing values are gaps."""
+    """A line over the steps, with the smallest and the largest value; missing values are gaps, and a value between two
+    of them is a dot."""
     known = [value for value in values if _known(value)]
     low, high = min(known), max(known)
     span, length = (high / 2 - low / 2) or 1.0, (steps[-1] - steps[0]) or 1
@@ -120,11 +126,12 @@ def chart(steps: Sequence[int], values: Sequence[float | None]) -> str:
             begun = False
             continue
         x, y = WIDTH * (step - steps[0]) / length, HEIGHT - 20 - (HEIGHT - 40) * ((value / 2 - low / 2) / span)
-        path += f"{'L' if begun else 'M'}{x:.1f} {y:.1f}"
+        path += f"L{x:.1f} {y:.1f}" if begun else f"M{x:.1f} {y:.1f}h.01"
         begun = True
     label = f"{low:.4g} to {high:.4g} over steps {steps[0]} to {steps[-1]}"
     return (
-        f'<svg width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{label}"><path d="{path}"/>'
+        f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
+        f'<path d="{path}"/>'
         f'<text x="0" y="12">{high:.4g}</text><text x="0" y="{HEIGHT - 4}">{low:.4g}</text>'
         f'<text x="{WIDTH}" y="{HEIGHT - 4}" text-anchor="end">step {steps[-1]}</text></svg>'
     )

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from rookery.cluster import ray
 from rookery.cluster.base import DRAINS, SCALED, child_environment, environment_host, file_name, preloaded
 from rookery.cluster.supervisor import Child, Supervisor
-from rookery.errors import Unavailable, UserError
 from rookery.machine import cores
 from rookery.settings import Settings
 
@@ -32,6 +31,7 @@ class ProcessCluster:
         token: str,
         failed: Callable[[str, str, str], None] = lambda model, reason, worker: None,
         host_failed: Callable[[str], None] = lambda reason: None,
+        host_retry_seconds: float = HOST_RETRY_SECONDS,
     ) -> None:
         """``failed(model, reason, name)`` is called when a worker of a base model does not work; on Ray, where the name
         is empty, when none of those that were started does. ``host_failed(reason)`` is called when the host of the
@@ -39,7 +39,7 @@ class ProcessCluster:
         self._settings = settings
         self._url = url
         self._token = token
-        self._failed, self._host_failed = failed, host_failed
+        self._failed, self._host_failed, self._host_retry_seconds = failed, host_failed, host_retry_seconds
         self._models = [model for model in settings.server.models.split(",") if model]
         self._provided: dict[str, list[Child]] = {}
         """Children by their base model, of those that the service was not configured with."""
@@ -56,12 +56,9 @@ class ProcessCluster:
         )
 
     async def start(self) -> None:
-        """Raises UserError if the settings name a Ray cluster that does not answer."""
+        """Raises UserError if the settings name a Ray cluster and Ray is not installed, Unavailable if none answers."""
         if self._settings.cluster.cluster == "ray":
-            try:
-                await asyncio.to_thread(ray.check, self._settings.cluster.ray_address)
-            except Unavailable as error:
-                raise UserError(str(error)) from None
+            await asyncio.to_thread(ray.check, self._settings.cluster.ray_address)
             await asyncio.to_thread(ray.clear_scale, self._settings.data)  # of an earlier service
         self.processes.add(await asyncio.to_thread(self._workers, self._models))
         host = ray_environment_host if self._settings.cluster.cluster == "ray" else environment_host
@@ -74,7 +71,7 @@ class ProcessCluster:
             return
         self._host_failed(reason)
         if child.state == "refused":
-            asyncio.get_running_loop().call_later(HOST_RETRY_SECONDS, self.processes.retry, [child])
+            asyncio.get_running_loop().call_later(self._host_retry_seconds, self.processes.retry, [child])
 
     def _workers(self, models: Sequence[str]) -> list[Child]:
         make = ray_launchers if self._settings.cluster.cluster == "ray" else local_workers

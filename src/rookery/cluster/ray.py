@@ -45,11 +45,11 @@ from urllib.parse import urlsplit
 from weakref import WeakSet
 
 from rookery.aio import Signal, on_end_signals, wait_event
-from rookery.children import die_with_parent, interpreter
+from rookery.children import child_variables, die_with_parent, interpreter
 from rookery.cluster.base import DRAINS, SCALED, child_environment, environment_host, file_name, preloaded
 from rookery.cluster.supervisor import NODE_LOST, Child, Process, Supervisor
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError, installs
-from rookery.network import DEFAULT_PORTS, is_loopback, join_address, service_url
+from rookery.network import DEFAULT_PORTS, dialled_host, is_loopback, join_address, service_url
 from rookery.settings import Settings, token_of
 
 LOST = 1
@@ -107,7 +107,7 @@ class ProcessActor:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=preloaded({**os.environ, **self._environment}, self._allocator),
+            env=child_variables(preloaded({**os.environ, **self._environment}, self._allocator)),
             encoding="utf-8",
             errors="replace",
         )
@@ -173,11 +173,13 @@ class RayActors:
         check: Callable[[Collection[str]], object],
         more: Callable[[int], Child] | None = None,
         count: Callable[[], int] = lambda: 0,
+        look_seconds: float = DRAIN_LOOK_SECONDS,
     ) -> None:
         """``count()`` is the present number of ``more`` preemptible workers, each made from its number. ``reserved``
         are placed together and spread; ``spot`` wait for nodes that may vanish; ``hosts`` need no CPU
         of their own. ``check`` raises UserError where the service cannot be reached from nodes of these addresses."""
         self._check = check
+        self._look_seconds = look_seconds
         self._settings = settings.cluster
         self._allocator = settings.worker.allocator
         self._label, self._value = settings.cluster.ray_spot_label.split("=")
@@ -224,7 +226,7 @@ class RayActors:
         await self.supervisor.start()
         missed = 0
         try:
-            while not await wait_event(self.stopped, DRAIN_LOOK_SECONDS):
+            while not await wait_event(self.stopped, self._look_seconds):
                 if self._needed and all(child.failure for child in self._needed):
                     return self._needed[0].failure
                 try:
@@ -520,19 +522,22 @@ def addresses(nodes: list[dict[str, Any]]) -> set[str]:
 
 def address_for_nodes(settings: Settings, connect: str, own: str, nodes: Collection[str]) -> str:
     """The address at which processes on all ``nodes`` (their addresses, as Ray knows them) reach the service, which
-    this machine, ``own`` to Ray, reaches at ``connect``. Raises UserError if the service listens for this machine
-    alone and there are others."""
-    if settings.server.url:
-        return service_url(settings.server.url, "setting ROOKERY_URL")
+    this machine, ``own`` to Ray, reaches at ``connect``. A ``url`` of this machine alone is for its clients, not for
+    nodes. Raises UserError if the service listens for this machine alone and there are others."""
+    url = service_url(settings.server.url, "setting ROOKERY_URL") if settings.server.url else ""
+    if url and not is_loopback(url):
+        return url
     parts = urlsplit(connect)
-    if settings.server.host in ("0.0.0.0", "::", ""):
+    if dialled_host(settings.server.host) != settings.server.host:
         return join_address(parts.scheme, own, parts.port or DEFAULT_PORTS[parts.scheme])
-    if is_loopback(connect) and (others := sorted({*nodes} - {own})):
+    address = url if url and is_loopback(connect) else connect
+    if is_loopback(address) and (others := sorted({*nodes} - {own})):
+        given = f"ROOKERY_URL={address}" if address == url else address
         raise UserError(
-            f"the Ray cluster has nodes at {', '.join(others[:3])}, which do not reach {connect}; start the service"
+            f"the Ray cluster has nodes at {', '.join(others[:3])}, which do not reach {given}; start the service"
             " with --host 0.0.0.0, or set ROOKERY_URL to an address that they reach"
         )
-    return connect
+    return address
 
 
 def draining_nodes() -> set[str]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from rookery.aio import wait_event
-from rookery.children import interpreter
+from rookery.children import child_variables, interpreter
 from rookery.errors import EXIT_REFUSED
 
 log = logging.getLogger("rookery.cluster")
@@ -105,10 +105,13 @@ class Supervisor:
         spawn: Callable[[Child, Path], Awaitable[Process]] | None = None,
         failed: Callable[[Child, str], None] = lambda child, reason: None,
         remove_seconds: float = 0.0,
+        pauses: tuple[float, float] = (FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS),
     ) -> None:
         """A child has ``stop_seconds`` to end when all are stopped, and at least ``remove_seconds`` when it is removed.
         Each child's output goes to ``logs/<name>.log``. ``spawn`` starts a child that writes to the given log; None
-        starts a process on this machine. ``failed(child, reason)`` is called for a child that does not work."""
+        starts a process on this machine. ``failed(child, reason)`` is called for a child that does not work.
+        ``pauses``: the first and the longest one before a restart, in seconds."""
+        self._pauses = pauses
         self._failed = failed
         self._spawn = spawn or spawn_process
         self.children = list(children)
@@ -173,7 +176,7 @@ class Supervisor:
     async def _keep(self, child: Child) -> None:
         """Keep one child alive until stopped."""
         path = self._logs / f"{child.name}.log"
-        pause = FIRST_PAUSE_SECONDS
+        pause = self._pauses[0]
         while not self._stopping.is_set() and not child.removed:
             began = time.monotonic()
             code: int | None = None
@@ -195,12 +198,12 @@ class Supervisor:
                 return
             self._count(child, code, child.reason)
             if code == NODE_LOST or time.monotonic() - began > HEALTHY_SECONDS:
-                pause = FIRST_PAUSE_SECONDS
+                pause = self._pauses[0]
             child.state = "waiting"
             child.restarts += 1
             log.warning("%s %s (%s); restarting it in %.1f s", child.name, child.reason, path, pause)
             await wait_event(self._stopping, pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, self._pauses[1])
         child.state = "stopped"
 
     def _count(self, child: Child, code: int | None, reason: str) -> None:
@@ -246,7 +249,7 @@ async def spawn_process(child: Child, path: Path) -> Process:
             stdin=asyncio.subprocess.PIPE,  # never written to: it closes when this process ends
             stdout=output,
             stderr=output,
-            env=child.environment,
+            env=child_variables(child.environment),
             start_new_session=True,  # Ctrl-C reaches the service alone, which then ends its children in order
         )
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import msgspec
 
-from rookery.controller.context import ControllerContext
 from rookery.controller.stored_spans import StoredSpans
+from rookery.storage.store import Writer
 from rookery.telemetry.spans import TraceSpan, picture, timeline
 from rookery.telemetry.trace import chrome_trace
 
@@ -56,17 +55,27 @@ class Reader:
 
 
 class ActivityQueries:
-    def __init__(self, context: ControllerContext, stored: StoredSpans) -> None:
-        self._context = context
+    def __init__(
+        self,
+        stored: StoredSpans,
+        ended: Callable[[], list[TraceSpan]],
+        open_spans: Callable[[], Iterable[TraceSpan]],
+        payer_of: Callable[[str], tuple[str, str]],
+        threads: Writer,
+    ) -> None:
+        """``ended()``: a copy of the spans that have ended since the service started; ``open_spans()``: the open ones
+        until now; ``payer_of(policy)``: the tenant and the job that pay for the policy's work."""
         self._stored = stored
+        self._ended = ended
+        self._open_spans = open_spans
+        self._payer_of = payer_of
+        self._threads = threads
 
     def _newest(self) -> list[TraceSpan]:
         """The spans that have ended since the service started, and the open ones until now."""
-        rooms = self._context.rooms
-        open_spans = chain(rooms.rollouts.open_spans(), rooms.training.open_spans(), rooms.fleet.open_spans())
-        found = self._context.records.spans.snapshot()
-        for span in open_spans:
-            tenant, job = rooms.usage.payer_of(span.policy) if span.policy and not span.job else ("", "")
+        found = self._ended()
+        for span in self._open_spans():
+            tenant, job = self._payer_of(span.policy) if span.policy and not span.job else ("", "")
             found.append(msgspec.structs.replace(span, tenant=span.tenant or tenant, job=job) if tenant else span)
         return found
 
@@ -74,12 +83,12 @@ class ActivityQueries:
         """A :class:`WorkTimeline` as JSON for a picture that is ``columns`` pixels wide, as ``reader`` sees it."""
         newest, (stored, complete) = self._newest(), await self._between(reader, start, end)
         oldest = await self._stored.oldest(reader.tenant, reader.jobs)
-        return await self._context.threads(_timeline, stored + newest, reader, start, end, columns, oldest, complete)
+        return await self._threads(_timeline, stored + newest, reader, start, end, columns, oldest, complete)
 
     async def trace(self, reader: Reader, start: float, end: float) -> bytes:
         """The same with every span, as a JSON file that Perfetto opens."""
         newest, (stored, complete) = self._newest(), await self._between(reader, start, end)
-        return await self._context.threads(_trace, stored + newest, reader, start, end, complete)
+        return await self._threads(_trace, stored + newest, reader, start, end, complete)
 
     async def _between(self, reader: Reader, start: float, end: float) -> tuple[list[TraceSpan], float]:
         return await self._stored.between(start, end, reader.first, reader.tenant)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from rookery import protocol
-from rookery.controller.context import ControllerContext
+from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.prompts import (
     CallOptions,
     PreparedPrompt,
@@ -24,12 +25,18 @@ from rookery.controller.prompts import (
     prepare_prompt,
     schema_problem,
 )
+from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
+from rookery.controller.rollout.scheduler import RolloutScheduler
+from rookery.controller.services import Services
+from rookery.controller.usage import ModelUse
 from rookery.controller.validation import JobValidator, Target, may_name
 from rookery.controller.views import Completion
+from rookery.controller.weights.gc import ArtifactCollector
 from rookery.errors import RookeryError, Unavailable, UserError, short
 from rookery.scheduling.slo import parse_objectives
 from rookery.storage.repositories import jobs, sessions, tenants, versions
+from rookery.storage.store import every
 from rookery.tokenization.chat import Chat, Message, read_tokens
 
 SEED_BITS = 48
@@ -48,23 +55,33 @@ within which the owner of the job reads why no answer came."""
 class Completions:
     def __init__(
         self,
-        context: ControllerContext,
+        services: Services,
+        fleet: Fleet,
+        rollouts: RolloutScheduler,
+        models: ModelUse,
+        quotas: Quotas,
+        collector: ArtifactCollector,
         validator: JobValidator,
-        pinned: Callable[[protocol.AdapterRef | None], AbstractContextManager[object]],
+        using: Callable[[protocol.AdapterRef | None], AbstractContextManager[object]],
         answer_tokens: int = ANSWER_TOKENS,
     ) -> None:
-        """Within ``pinned(ref)`` retention keeps the version."""
-        self._context = context
+        """Within ``using(ref)`` retention keeps the version."""
+        self._services = services
+        self._fleet = fleet
+        self._rollouts = rollouts
+        self._models = models
+        self._quotas = quotas
+        self._collector = collector
         self._validator = validator
-        self._pinned = pinned
+        self._using = using
         self._answer_tokens = answer_tokens
-        self._overrides = parse_objectives(context.settings.engine.slo_overrides)
+        self._overrides = parse_objectives(services.settings.engine.slo_overrides)
 
     async def open(self, tenant: str, target: str) -> tuple[Target, Chat]:
         """The target of that name and its chat template. Raises :class:`UserError`, :class:`NotFound`, or
         :class:`Unavailable` for a base model that no worker has."""
         found = await self.find(tenant, target)
-        return found, await self._context.chat(found.model)
+        return found, await self._services.chat(found.model)
 
     async def find(self, tenant: str, target: str) -> Target:
         """The target of that name. Raises as :meth:`open` does."""
@@ -98,14 +115,14 @@ class Completions:
 
     def check_logits(self, target: Target, logits: protocol.LogitsParams | None) -> None:
         """:func:`check_logits`."""
-        check_logits(self._context.rooms.fleet, target, logits)
+        check_logits(self._fleet, target, logits)
 
     def _most_tokens(self, prepared: PreparedPrompt, options: CallOptions) -> int:
         """The most tokens of the answer to a prompt."""
         room, length = prepared.chat.context, len(prepared.prompt)
         most = self.answer_tokens(prepared.target, options.max_tokens)
         if options.max_tokens is None:
-            return min(most, answer_room(self._context.rooms.fleet, prepared.target.model, room, length))
+            return min(most, answer_room(self._fleet, prepared.target.model, room, length))
         return min(most, room - length)
 
     @contextmanager
@@ -114,9 +131,10 @@ class Completions:
     ) -> Iterator[None]:
         """The generations of one request, a prompt for each, wait or run within. Raises :class:`TooManyRequests` where
         they exceed a limit together, unless a ``job`` asks."""
-        quotas, model = self._context.rooms.quotas, prompts[0].target.model
+        quotas, model = self._quotas, prompts[0].target.model
         tokens = sum(len(prepared.prompt) + self._most_tokens(prepared, options) for prepared in prompts)
-        with quotas.generating(tenant, model, tokens, len(prompts), limited=not job):
+        generating = quotas.generating_beyond_limits if job else quotas.generating
+        with generating(tenant, model, tokens, len(prompts)):
             yield
 
     async def generate(
@@ -132,8 +150,8 @@ class Completions:
         A ``job`` that asks waits in its own queue, behind clients, within its own limits. A cancellation ends its
         generation. Raises :class:`UserError` too where the schema of the options' logits takes too much work at some
         token."""
-        context, target, chat = self._context, prepared.target, prepared.chat
-        name = context.ids.new("sample")
+        target, chat = prepared.target, prepared.chat
+        name = self._services.ids.new("sample")
         ttft, tpot = self._objectives(options.kind, target.model)
         logits, score_prompt = options.logits, options.score_prompt
         generate = protocol.Generate(
@@ -153,11 +171,11 @@ class Completions:
             ttft_ms=0.0 if job else ttft,
             tpot_ms=0.0 if job else tpot,
         )
-        self._context.rooms.models.provide(target.model)
-        async with context.rooms.collector.pin(target.adapter):
-            with self._pinned(target.adapter):
+        self._models.provide(target.model)
+        async with self._collector.referenced(target.adapter):
+            with self._using(target.adapter):
                 try:
-                    return await context.rooms.rollouts.sample(
+                    return await self._rollouts.sample(
                         SamplingRequest(tenant, job or name, target.model, generate, bool(job)), on_tokens
                     )
                 except GenerationFailed as error:
@@ -168,7 +186,7 @@ class Completions:
     ) -> Completion:
         """One completion of a base model, of ``JOB`` (its newest version) or of ``JOB@VERSION``."""
         found, chat = await self.open(tenant, target)
-        prepared = await self._context.threads(self.prepare, found, chat, messages)
+        prepared = await self._services.threads(self.prepare, found, chat, messages)
         options = CallOptions(
             sampling["max_tokens"], sampling["temperature"], sampling.get("seed"), sampling["stop"], kind="sample"
         )
@@ -181,7 +199,7 @@ class Completions:
     ) -> Completion:
         ref = found.adapter
         return Completion(
-            text=await read_tokens(self._context.threads, chat.decode, result.tokens),
+            text=await read_tokens(self._services.threads, chat.decode, result.tokens),
             tokens=result.tokens,
             logprobs=result.logprobs,
             finish=result.finish,
@@ -193,7 +211,7 @@ class Completions:
     async def answer_host(self, asked: protocol.AskModel) -> protocol.ModelReply:
         """The answer of a model to an episode of a job, as the job's tenant may ask it. Waits for a worker of the
         model."""
-        clock, reply = self._context.clock, protocol.ModelReply(call=asked.call)
+        clock, reply = self._services.clock, protocol.ModelReply(call=asked.call)
         until = clock.monotonic() + QUESTION_SECONDS
         while True:
             try:
@@ -208,7 +226,7 @@ class Completions:
             return reply
 
     async def _answer(self, asked: protocol.AskModel) -> Completion:
-        tenant = await self._context.store.read(jobs.tenant_of, asked.job)
+        tenant = await self._services.store.read(jobs.tenant_of, asked.job)
         messages = [msgspec.structs.asdict(message) for message in asked.messages]
         return await self.judge(
             tenant, asked.model, messages, schema=asked.schema, max_tokens=asked.max_tokens,
@@ -222,7 +240,7 @@ class Completions:
         """A model's answer to a question about a reply; it follows the ``schema`` where the model's engine can. Raises
         as :meth:`open` and :meth:`generate` do."""
         found, chat = await self.open(tenant, model)
-        prepared = await self._context.threads(self.prepare, found, chat, messages)
+        prepared = await self._services.threads(self.prepare, found, chat, messages)
         logits: protocol.LogitsParams | None = protocol.LogitsParams(schema=schema, top_p=top_p)
         try:
             self.check_logits(found, logits)
@@ -235,44 +253,43 @@ class Completions:
 
     def _objectives(self, kind: str, model: str) -> tuple[float, float]:
         """(ttft_ms, tpot_ms) of a request; zeros without the gate."""
-        engine = self._context.settings.engine
+        engine = self._services.settings.engine
         if not engine.slo_gate:
             return 0.0, 0.0
         return self._overrides.get(kind) or self._overrides.get(model) or (engine.ttft_ms, engine.tpot_ms)
 
     def draw_seed(self) -> int:
         """A seed for a request without one."""
-        return int(self._context.ids.new("seed")[-SEED_BITS // 4 :], 16)
+        return int(self._services.ids.new("seed")[-SEED_BITS // 4 :], 16)
 
     async def targets(self, tenant: str) -> list[dict[str, Any]]:
         """All present targets: base models with a worker that the tenant may name, then the newest and every kept
         version of the tenant's jobs, the newest job first, then the checkpoints of its clients. Each with ``name``,
         ``created`` (Unix seconds, 0 for base models), ``owner``, and ``context``, the most tokens of a prompt with its
         answer, of a base model and of the jobs on it; 0 elsewhere."""
-        context = self._context
-        loaded = {
-            worker.hello.model for worker in context.rooms.fleet.all() if worker.has_role("rollout", worker.hello.model)
-        }
-        owner = await context.store.read(tenants.get_tenant, tenant)
-        sizes = {name: (await context.chat(name)).context for name in sorted(loaded)}
+        services = self._services
+        loaded = {worker.hello.model for worker in self._fleet.all() if worker.has_role("rollout", worker.hello.model)}
+        owner = await services.store.read(tenants.get_tenant, tenant)
+        sizes = {name: (await services.chat(name)).context for name in sorted(loaded)}
         rows: list[dict[str, Any]] = [
             {"name": name, "created": 0.0, "owner": "rookery", "context": size}
             for name, size in sizes.items()
-            if may_name(context.settings, name, owner.admin)
+            if may_name(services.settings, name, owner.admin)
         ]
         last = ""
-        models = await context.store.read(jobs.base_models, tenant)
-        for job, policy, policies, version, created in await context.store.read(versions.kept_versions, tenant):
+        models = await services.store.read(jobs.base_models, tenant)
+        for job, policy, policies, version, created in await services.store.read(versions.kept_versions, tenant):
             name = job if policies == 1 else f"{job}/{policy}"
             shown = {"created": created, "owner": owner.name, "context": sizes.get(models.get(job, ""), 0)}
             if name != last:
                 rows.append({"name": f"{name}:latest", **shown})
                 last = name
             rows.append({"name": f"{name}@{version}", **shown})
-        now = context.clock.time()
+        now = services.clock.time()
+        pages = partial(services.store.read, sessions.list_checkpoints, tenant, None)
         rows += [
             {"name": saved.path, "created": saved.created, "owner": owner.name}
-            for saved in await context.store.read(sessions.list_checkpoints, tenant, None)
+            async for saved in every(pages, sessions.checkpoint_cursor)
             if saved.expires is None or saved.expires > now
         ]
         return rows

@@ -9,7 +9,7 @@ from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.scheduler import RolloutScheduler
-from rookery.controller.services import Services
+from rookery.controller.services import Records, Services
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.usage import ModelUse, UsageMeter
 from rookery.controller.weights.gc import ArtifactCollector
@@ -34,6 +34,8 @@ class Rooms:
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerContext(Services):
-    """The services, and the rooms."""
+    """The services, the records and the rooms: for jobs, sessions and queries, which use nearly all of them. A room
+    below gets those that it uses, one by one."""
 
+    records: Records
     rooms: Rooms

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,7 @@ from weakref import WeakValueDictionary
 from rookery import protocol
 from rookery.aio import cancel_all, restarting
 from rookery.clock import Clock, IdGenerator
-from rookery.controller.completions import ANSWER_TOKENS, Completions
+from rookery.controller.completions import Completions
 from rookery.controller.context import ControllerContext, Rooms
 from rookery.controller.deletions import Deletions
 from rookery.controller.episode_views import DryRun
@@ -50,20 +49,18 @@ from rookery.controller.fleet.worker import Worker
 from rookery.controller.job_sinks import JobSinks
 from rookery.controller.jobs.admission import JobAdmission
 from rookery.controller.jobs.outage_retries import OutageRetries
-from rookery.controller.jobs.registry import JobRegistry
+from rookery.controller.jobs.registry import JobRegistry, WaitingJob
 from rookery.controller.jobs.run_record import RunRecord
 from rookery.controller.jobs.runner import JobRunner
-from rookery.controller.offload.seeding import Seeding
+from rookery.controller.options import ControllerOptions
 from rookery.controller.outages import Outages, outage_of
 from rookery.controller.planned import PlanFollower, train_speeds
 from rookery.controller.queries import JobQueries
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.elastic import ElasticPool
-from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
-from rookery.controller.rollout.scheduler import RolloutScheduler, TokensReceived
-from rookery.controller.services import Records, Threads
+from rookery.controller.rollout.scheduler import TokensReceived
+from rookery.controller.services import Records
 from rookery.controller.sessions.sessions import Sessions
-from rookery.controller.sessions.times import SESSION_TIMES, SessionTimes
 from rookery.controller.stored_spans import StoredSpans
 from rookery.controller.timeline import WorkerTimeline
 from rookery.controller.training.dispatcher import OperationSent, OperationSucceeded, TrainingDispatcher
@@ -72,7 +69,7 @@ from rookery.controller.training.slots import TrainerSlots
 from rookery.controller.usage import ModelUse, UsageMeter
 from rookery.controller.validation import JobValidator, with_defaults
 from rookery.controller.views import BY_OWNER, JobState, JobView
-from rookery.controller.weights.gc import ORPHAN_KEEP_SECONDS, ArtifactCollector
+from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import TICKET_SECONDS, ReadKeys, Tickets
 from rookery.environments.base import SplitSizes
@@ -80,18 +77,17 @@ from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, sho
 from rookery.protocol.connection import Connection
 from rookery.scheduling import crashes
 from rookery.settings import Settings
-from rookery.spec.fleet import Plan
 from rookery.spec.job import JobSpec, stored_base_models
 from rookery.spec.parsing import SpecError, repeats
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
 from rookery.storage.repositories import jobs, tenants
 from rookery.storage.repositories import versions as version_rows
-from rookery.storage.store import Store, Writer
+from rookery.storage.store import Store
 from rookery.telemetry.spans import SpanRing
 from rookery.telemetry.tracing import EpisodeTracer
 from rookery.tokenization.chat import Chat
-from rookery.turns import in_thread, work_of
+from rookery.turns import work_of
 
 log = logging.getLogger("rookery.controller")
 
@@ -112,51 +108,30 @@ class Controller:
         ids: IdGenerator,
         chat: Callable[[str], Awaitable[Chat]],
         check_environment: Callable[[str, dict[str, Any]], SplitSizes | None],
-        provide: Callable[[str], None],
         jobs_folder: Path,
-        release: Callable[[str], None] = lambda model: None,
-        scale: Callable[[str, int, Sequence[str]], None] = lambda model, count, serving: None,
-        threads: Writer = in_thread,
-        encoders: Writer = in_thread,
-        openers: Writer = in_thread,
-        checkers: Writer = in_thread,
-        senders: Writer = in_thread,
-        scheduler: type[RolloutScheduler] = RolloutScheduler,
-        seeding: type[Seeding] = Seeding,
-        plan: Plan | None = None,
-        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
-        rollout_rules: RolloutRules = ROLLOUT_RULES,
-        session_times: SessionTimes = SESSION_TIMES,
-        orphan_keep_seconds: float = ORPHAN_KEEP_SECONDS,
-        answer_tokens: int = ANSWER_TOKENS,
+        options: ControllerOptions | None = None,
     ) -> None:
         """``chat(model)`` returns a base model's chat template and tokenizer, preparing the model if necessary;
-        ``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made with these;
-        ``provide(model)`` asks for a local worker with that model if none is expected, ``release(model)`` ends it,
-        ``scale(model, count, serving)`` asks for so many rollout workers with it, where those named ``serving`` work;
-        ``threads`` runs blocking calls of a tenant's work, ``encoders`` those that encode responses, ``openers`` those
-        that read artifacts, ``checkers`` those that wait for a check,
-        ``senders`` requests to the sinks of jobs;
-        an experiment may replace the ``scheduler`` and ``seeding`` classes; ``plan``: roles that workers are given;
-        ``random_bytes(n)`` is the source of tickets and must be unpredictable; ``rollout_rules``, ``session_times``,
-        ``orphan_keep_seconds`` and ``answer_tokens`` are tuned values that experiments and tests replace."""
+        ``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made with these."""
+        options = options or ControllerOptions()
+        rules, plan, workers = options.rollout_rules, options.plan, options.workers
         self.jobs = JobRegistry()
         self.timeline = WorkerTimeline(clock)
         url = settings.server.otlp_url
         self.records = Records(spans=SpanRing(begun=clock.time()), tracer=EpisodeTracer(url) if url else None)
         self.record = RunRecord(jobs_folder.with_name("running.json"), clock)
         self._jobs_folder = jobs_folder
-        self._orphan_keep_seconds = orphan_keep_seconds
-        self.tickets = Tickets(artifacts, clock, TICKET_SECONDS, random_bytes)
+        self._orphan_keep_seconds = options.orphan_keep_seconds
+        self.tickets = Tickets(artifacts, clock, TICKET_SECONDS, options.random_bytes)
         fleet = Fleet(settings, clock, self.on_event)
         self._fleet = fleet
         self.reads = ReadKeys(clock)
         weights = WeightStore(fleet, artifacts, store.transfer, clock, settings.worker.site)
         collector = ArtifactCollector(store, artifacts, weights)
         quotas = Quotas(settings.limits, clock, store, self.records.refused, self._models_of, self.jobs.tenants)
-        rollouts = scheduler(fleet, weights, settings, clock, quotas.weights, rollout_rules)
+        rollouts = options.scheduler(fleet, weights, settings, clock, quotas.tenant_shares, rules)
         training = TrainingDispatcher(
-            fleet, weights, collector, self.tickets, settings, clock, ids, store.transfer, quotas.weights,
+            fleet, weights, collector, self.tickets, settings, clock, ids, store.transfer, quotas.tenant_shares,
             train_speeds(plan) if plan is not None else {},
         )  # fmt: skip
         rooms = Rooms(
@@ -164,21 +139,21 @@ class Controller:
             weights=weights,
             rollouts=rollouts,
             training=training,
-            seeding=seeding(fleet, rollouts, training, settings, clock),
+            seeding=options.seeding(fleet, rollouts, training, settings, clock),
             hosts=EnvironmentHosts(
                 settings,
                 clock,
                 ids,
                 lambda owner: store.read(jobs.unfinished_job_ids, owner),
-                Agents(clock, random_bytes, lambda episode: store.read(jobs.find_episode, episode)),
+                Agents(clock, options.random_bytes, lambda episode: store.read(jobs.find_episode, episode)),
             ),
             usage=UsageMeter(settings, clock, store, quotas),
             models=ModelUse(
                 settings,
                 clock,
-                provide,
-                release,
-                ElasticPool(settings, rollout_rules.scale_window, clock, fleet, rollouts.pool.busy_seconds, scale),
+                workers.provide,
+                workers.release,
+                ElasticPool(settings, rules.scale_window, clock, fleet, rollouts.pool.busy_seconds, workers.scale),
             ),
             quotas=quotas,
             collector=collector,
@@ -191,22 +166,31 @@ class Controller:
             store=store,
             artifacts=artifacts,
             chat=chat,
-            threads=Threads(threads, encoders, openers),
+            threads=options.threads,
             records=self.records,
             outages=Outages(store, artifacts, clock, settings.worker.heartbeat_seconds),
         )
         self.admission = JobAdmission(settings.limits, clock, self.jobs, quotas)
         self.retries = OutageRetries(settings.limits, clock, quotas)
-        self.sinks = JobSinks(self.context, self.jobs.signal, senders, self.jobs.totals)
-        self._stored_spans = StoredSpans(self.context)
+        self.sinks = JobSinks(self.context, self.jobs.signal, self.jobs.totals, options.sink_rules)
+        self._stored_spans = StoredSpans(
+            store, self.records.spans, clock, self.context.threads, settings.server.timeline_bytes, fleet.open_spans
+        )
         self.queries = JobQueries(self.context, self.jobs, self.admission, self._stored_spans)
-        self._validator = JobValidator(self.context, fleet, rooms.hosts, quotas, collector, check_environment, checkers)
+        self._validator = JobValidator(
+            self.context, fleet, rooms.hosts, quotas, collector, check_environment, self.records.refused
+        )
         self.add_dataset, self.add_adapter = self._validator.add_dataset, self._validator.add_adapter
-        self.completions = Completions(self.context, self._validator, self.jobs.pinned, answer_tokens)
-        self._slots = TrainerSlots(fleet, settings, clock, quotas.weights, session_times.slot_wait)
-        self.sessions = Sessions(self.context, self._validator, self._slots, session_times)
-        self._deletions = Deletions(self.context, self.sessions, self)
-        self.plan = PlanFollower(plan, fleet, clock, threads, self.jobs.steps_left) if plan is not None else None
+        self.completions = Completions(
+            self.context, fleet, rollouts, rooms.models, quotas, collector, self._validator, self.jobs.using,
+            options.answer_tokens,
+        )  # fmt: skip
+        self._slots = TrainerSlots(fleet, settings, clock, quotas.tenant_shares, options.session_times.slot_wait)
+        self.sessions = Sessions(self.context, self._validator, self._slots, options.session_times)
+        self._deletions = Deletions(store, clock, quotas, collector, self.sessions, self)
+        self.plan: PlanFollower | None = None
+        if plan is not None:
+            self.plan = PlanFollower(plan, fleet, clock, options.threads.work, self.jobs.steps_left)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -224,8 +208,8 @@ class Controller:
         await context.rooms.quotas.start()
         rooms, watch_models = context.rooms, partial(context.rooms.models.watch, self._models_in_use)
         for watch in (rooms.fleet.watch, rooms.rollouts.watch, rooms.seeding.watch, rooms.hosts.watch,
-                      self.sessions.watch, rooms.usage.watch, self._watch_jobs, watch_models,
-                      self._stored_spans.watch):  # fmt: skip
+                      self.sessions.watch, self.sessions.watch_lifetimes, rooms.usage.watch, self._watch_jobs,
+                      watch_models, self._stored_spans.watch):  # fmt: skip
             self._tasks.append(asyncio.create_task(restarting(watch, context.clock)))
         if self.plan is not None:
             self._tasks.append(asyncio.create_task(restarting(self.plan.watch, context.clock)))
@@ -337,7 +321,7 @@ class Controller:
                 if not isinstance(event, WorkerDraining):  # it is paid for until its connection ends
                     usage.on_worker_lost(worker)
                 if self.plan is not None:
-                    self.plan.on_worker_lost()
+                    self.plan.on_worker_lost(worker)
 
     def _on_message(self, worker: Worker, message: protocol.WorkMessage) -> None:
         rooms = self.context.rooms
@@ -446,6 +430,8 @@ class Controller:
             if runner is not None and (await context.store.read(jobs.get_job, tenant, job)).state in FINAL_JOB_STATES:
                 await asyncio.wait([runner.task])
             await context.rooms.usage.save()  # else the next one would store the job's row again
+            while await context.store.write(jobs.delete_history, tenant, job):
+                pass
             await context.rooms.collector.delete_unnamed(jobs.delete_job, tenant, job)
         await asyncio.to_thread(shutil.rmtree, self._jobs_folder / job, ignore_errors=True)
         log.info("job %s is deleted by its owner", job, extra={"tenant": tenant, "job": job})
@@ -539,7 +525,7 @@ class Controller:
                 await asyncio.wait([runner.task])
             lines, context = list[str](), self.context
             for policy in await context.store.read(jobs.policies, tenant, job):
-                versions = PolicyVersions(context, context.rooms.collector, policy)
+                versions = PolicyVersions(context, context.records.spans, context.rooms.collector, policy)
                 lines += await versions.load_intact(absent=True)
             if not lines:
                 raise Conflict(f"the newest version of job {job} is there: resume it")
@@ -601,9 +587,8 @@ class Controller:
                 if any(about.get("warm_start") for about in row.spec.get("policies", {}).values()):
                     await context.rooms.collector.delete_unnamed(version_rows.unnamed_starts, row.id)
                 keep = context.settings.server.finished_jobs_keep
-                for _ in range(jobs.JOBS_AT_ONCE):
-                    if not await context.store.write(jobs.drop_old_groups, row.tenant, keep):
-                        break
+                while await context.store.write(jobs.drop_old_groups, row.tenant, keep):
+                    pass
         log.info("job %s is %s %s", row.name, state, reason, extra={"tenant": row.tenant, "job": row.id})
         self.jobs.notify(row.id)
         return new
@@ -611,8 +596,8 @@ class Controller:
     # --- a job's task -------------------------------------------------------------------------------------------------
 
     def _admit(self, row: JobRow) -> None:
-        """Launch the job when its tenant has a place for it."""
-        self.jobs.waiting[row.id] = row
+        """Launch the job when its tenant may run one more."""
+        self.jobs.waiting[row.id] = WaitingJob.of(row)
         self._launch_admitted(row.tenant)
 
     def _launch_admitted(self, tenant: str) -> None:

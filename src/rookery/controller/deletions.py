@@ -10,11 +10,13 @@ from functools import partial
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from rookery.controller.context import ControllerContext
+from rookery.clock import Clock
+from rookery.controller.quotas import Quotas
 from rookery.controller.sessions.sessions import Sessions
+from rookery.controller.weights.gc import ArtifactCollector
 from rookery.errors import Conflict, RookeryError
 from rookery.storage.repositories import jobs, sessions, tenants
-from rookery.storage.store import every
+from rookery.storage.store import Store, every
 from rookery.turns import work_of
 
 log = logging.getLogger("rookery.controller")
@@ -37,8 +39,19 @@ class JobCommands(Protocol):
 
 
 class Deletions:
-    def __init__(self, context: ControllerContext, clients: Sessions, commands: JobCommands) -> None:
-        self._context = context
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        quotas: Quotas,
+        collector: ArtifactCollector,
+        clients: Sessions,
+        commands: JobCommands,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._quotas = quotas
+        self._collector = collector
         self._clients = clients
         self._commands = commands
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -46,7 +59,7 @@ class Deletions:
 
     async def delete_tenant(self, tenant: str, force: bool) -> None:
         """As the controller's command. After an outage a repetition continues, and so does :meth:`watch`."""
-        store = self._context.store
+        store = self._store
         if tenant not in await store.read(tenants.half_deleted):
             await store.read(tenants.get_tenant, tenant)
             unfinished = await store.read(jobs.unfinished_job_ids, tenant)
@@ -57,32 +70,32 @@ class Deletions:
                     " (rookery tenants delete --force), which cancels them"
                 )
             with work_of(tenant):
-                await store.write(tenants.delete_tenant, tenant, self._context.clock.time())
+                await store.write(tenants.delete_tenant, tenant, self._clock.time())
         await self._clear_tenant(tenant)
 
     async def watch(self) -> None:
         """Complete the deletions that an outage or the end of the service interrupted; until cancelled."""
         while True:
-            await self._context.rooms.collector.delete_left()
+            await self._collector.delete_left()
             half = set[str]()
             with suppress(RookeryError):  # it is read again
-                half = await self._context.store.read(tenants.half_deleted)
+                half = await self._store.read(tenants.half_deleted)
             for tenant in half:
                 try:
                     await self._clear_tenant(tenant)
                 except RookeryError as error:
                     log.warning("tenant %s is deleted later: %s", tenant, error, extra={"tenant": tenant})
-            await self._context.clock.sleep(DELETION_SECONDS)
+            await self._clock.sleep(DELETION_SECONDS)
 
     async def _clear_tenant(self, tenant: str) -> None:
         """Delete what a deleted tenant stored."""
         with work_of(tenant):
             await self._delete_rows(tenant)
-        self._context.rooms.quotas.forget(tenant)
+        self._quotas.forget(tenant)
         log.info("tenant %s is deleted", tenant, extra={"tenant": tenant})
 
     async def _delete_rows(self, tenant: str) -> None:
-        store, commands = self._context.store, self._commands
+        store, commands = self._store, self._commands
         async with self._locks.setdefault(tenant, asyncio.Lock()):
             for job in await store.read(jobs.unfinished_job_ids, tenant):  # before anything that may fail: they cost
                 with suppress(Conflict):  # it has just ended
@@ -98,5 +111,6 @@ class Deletions:
                 partial(store.read, tenants.uploads, tenant), lambda row: (row.created, row.hash, row.kind)
             ):
                 await commands.delete_upload(tenant, upload.hash)
-            for saved in await store.read(sessions.list_checkpoints, tenant):  # a tenant may have a few thousand
+            pages = partial(store.read, sessions.list_checkpoints, tenant, None)
+            async for saved in every(pages, sessions.checkpoint_cursor):
                 await self._clients.delete_checkpoint(tenant, saved.model, saved.kind, saved.name)

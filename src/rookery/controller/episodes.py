@@ -6,18 +6,19 @@ The source is the database alone, so a job that has ended, or whose process was 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import itertools
 import math
 import sys
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from rookery.algorithms.advantages import ADVANTAGES, advantages, has_variance
-from rookery.controller.context import ControllerContext
 from rookery.controller.episode_views import (
     EpisodeLine,
     EpisodeReading,
@@ -53,16 +54,23 @@ from rookery.storage.repositories.episodes import (
     groups_page,
     version_of_step,
 )
+from rookery.storage.store import Store, Writer
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import status
+
+RECENT_BYTES = 16 << 20
+"""Of the texts of recent episodes that are read at once, as they are stored."""
 
 Member = TypeVar("Member", bound=MemberView)
 
 
 class EpisodeQueries:
-    def __init__(self, context: ControllerContext) -> None:
-        self._context = context
-        self._store = context.store
+    def __init__(self, store: Store, chat: Callable[[str], Awaitable[Chat]], encoders: Writer, cache: Path) -> None:
+        """``chat`` as the services have it; ``cache``: where base models are prepared."""
+        self._store = store
+        self._prepared_chat = chat
+        self._encoders = encoders
+        self._cache = cache
 
     async def groups(
         self, tenant: str, job: str, *, step: int | None, state: GroupState | None, offset: int, limit: int
@@ -78,14 +86,14 @@ class EpisodeQueries:
             groups_page, tenant, job, consumed_by=consumed, state=state, offset=offset, limit=limit
         )
         name, version = algorithm(row.spec), consumed[0] if consumed is not None else None
-        groups = await self._context.threads.encoders(lambda: [_group(group, name) for group in found])
+        groups = await self._encoders(lambda: [_group(group, name) for group in found])
         return GroupPage(groups=groups, total=total, version=version)
 
     async def group(self, tenant: str, job: str, group: str) -> GroupView:
         """One group with the replies of its episodes."""
         row = await self._store.read(jobs.get_job, tenant, job)
         found = await self._store.read(get_group, tenant, job, group)
-        return await self._context.threads.encoders(_whole_group, found, algorithm(row.spec), stored_policies(row.spec))
+        return await self._encoders(_whole_group, found, algorithm(row.spec), stored_policies(row.spec))
 
     async def episodes(
         self, tenant: str, job: str, chosen: EpisodeChoice
@@ -93,16 +101,14 @@ class EpisodeQueries:
         """A page of episodes, newest first, and where the next one begins. A search may end before it found a page."""
         row = await self._store.read(jobs.get_job, tenant, job)
         found, policies = await self._store.read(episodes_page, tenant, job, chosen), stored_policies(row.spec)
-        rows = await self._context.threads.encoders(
-            lambda: [_line(group, one, policies) for group, one in found.episodes]
-        )
+        rows = await self._encoders(lambda: [_line(group, one, policies) for group, one in found.episodes])
         return rows, found.next
 
     async def episode(self, tenant: str, job: str, episode: str) -> EpisodeReading:
         """One episode whole: conversation, turns, and its tokens where its text is kept."""
         row = await self._store.read(jobs.get_job, tenant, job)
         group, found = await self._store.read(get_episode, tenant, job, episode)
-        view = await self._context.threads.encoders(_group, group, algorithm(row.spec))
+        view = await self._encoders(_group, group, algorithm(row.spec))
         scored = {member.episode: member.advantage for member in view.members}
         shown = _member(
             EpisodeReading, found, scored.get(found.id), group=group.id, ordinal=group.ordinal, seed=found.seed,
@@ -113,20 +119,19 @@ class EpisodeQueries:
             models = {name: stored_base_model(row.spec, name) for name in stored_policies(row.spec)}
             chats = {model: await self._chat(model) for model in set(models.values())}
             by_policy = {name: chats[model] for name, model in models.items()}
-            await self._context.threads.encoders(_add_texts, shown, found.trajectories, found.train_logprobs, by_policy)
+            await self._encoders(_add_texts, shown, found.trajectories, found.train_logprobs, by_policy)
         elif found.turns:
-            replies = await self._context.threads.encoders(decode_turns, found.turns, stored_policies(row.spec)[0])
+            replies = await self._encoders(decode_turns, found.turns, stored_policies(row.spec)[0])
             shown.messages = [MessageView(role="assistant", content=reply.text) for reply in replies]
         return shown
 
     async def trajectories(self, tenant: str, job: str, limit: int, version: int | None = None) -> list[EpisodeView]:
-        """The episodes that ended last: text, tokens, log-probabilities, versions, reward."""
+        """The episodes that ended last, as far as :data:`RECENT_BYTES` hold them: text, tokens, log-probabilities,
+        versions, reward."""
         row = await self._store.read(jobs.get_job, tenant, job)
-        found = await self._store.read(jobs.recent_episodes, tenant, job, limit, version)
+        found = await self._store.read(jobs.recent_episodes, tenant, job, limit, version, RECENT_BYTES)
         first = stored_policies(row.spec)[0]
-        return await self._context.threads.encoders(
-            lambda: [_episode(group, episode, first) for group, episode in found]
-        )
+        return await self._encoders(lambda: [_episode(group, episode, first) for group, episode in found])
 
     async def failures(self, tenant: str, job: str, limit: int) -> list[FailureView]:
         """The most frequent errors of failed episodes."""
@@ -139,14 +144,14 @@ class EpisodeQueries:
         row = await self._store.read(jobs.get_job, tenant, job)
         found = await self._store.read(episodes_page, tenant, job, EpisodeChoice(limit=EPISODES_READ))
         first = stored_policies(row.spec)[0]
-        return await self._context.threads.encoders(lambda: [_recent(episode, first) for _, episode in found.episodes])
+        return await self._encoders(lambda: [_recent(episode, first) for _, episode in found.episodes])
 
     async def _chat(self, model: str) -> Chat | None:
         """The tokenizer of a base model; None where it is not on this machine: nothing is fetched to show a text."""
-        if await asyncio.to_thread(lambda: status(self._context.settings.cache, model).state) != "prepared":
+        if await asyncio.to_thread(lambda: status(self._cache, model).state) != "prepared":
             return None
         try:
-            return await self._context.chat(model)
+            return await self._prepared_chat(model)
         except UserError:
             return None
 
@@ -269,9 +274,12 @@ def _chat_of(trajectory: Trajectory, chats: Mapping[str, Chat | None]) -> Chat |
 
 
 def _pieces(tokens: Sequence[int], chat: Chat | None) -> list[str] | None:
+    """The text that each token completes: a letter whose bytes are in several tokens is that of the last of them."""
     if chat is None:
         return None
-    return [chat.token_bytes.written(token).decode(errors="replace") for token in tokens]
+    decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+    last = len(tokens) - 1
+    return [decode(chat.token_bytes.written(token), final=at == last) for at, token in enumerate(tokens)]
 
 
 def _trainer_logprobs(trajectories: Sequence[Trajectory], stored: bytes) -> list[list[float | None]]:
@@ -299,7 +307,7 @@ def _workers(outcome: EpisodeResult) -> list[list[tuple[int, str]]]:
 
 
 def _actions(outcome: EpisodeResult) -> list[tuple[int, int]]:
-    """The place of each sampled token, ``(trajectory, token)``, in the order in which they were sampled: those of
+    """The position of each sampled token, ``(trajectory, token)``, in the order in which they were sampled: those of
     policies on several base models are in trajectories of their own."""
     spans: dict[str, deque[tuple[int, ReplySpan]]] = defaultdict(deque)
     for number, trajectory in enumerate(outcome.trajectories):

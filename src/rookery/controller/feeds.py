@@ -41,8 +41,18 @@ class FeedRow:
     """The row as its followers send it, made by the first one."""
 
 
+class FeedJob:
+    """The job at a change, as its followers send it: as objects, a spec may take twenty times its text, and a tenant
+    may follow a thousand jobs. Made in a thread: a spec may have megabytes."""
+
+    def __init__(self, view: JobView) -> None:
+        self.shown = (view.state, view.reason)
+        self.ended = view.state in FINAL_JOB_STATES
+        self.encoded = view.model_dump_json().encode()
+
+
 FeedEvent = (
-    tuple[Literal["job", "end"], JobView]
+    tuple[Literal["job", "end"], FeedJob]
     | tuple[Literal["metrics"], FeedRow]
     | tuple[Literal["rollback"], int]
     | tuple[Literal["quiet"], None]
@@ -60,14 +70,13 @@ class JobFeed:
     def __init__(self, signal: Signal) -> None:
         self.signal = signal
         self.changed = Signal()
-        self.view: JobView | None = None
+        self.job: FeedJob | None = None
         self.rows: deque[FeedRow] = deque()
         self.covered = -1
         """All rows of later steps than this one, up to ``last``, are among ``rows``."""
         self.last = -1
         self.rollbacks: list[tuple[int, int]] = []
         """Of each the last step whose row stayed, and the last one that was known before."""
-        self.ended = False
         self.error: Exception | None = None
         self.readers = 0
         self.task: asyncio.Task[None] | None = None
@@ -115,12 +124,15 @@ class JobFeeds:
         page: Page,
         last_step: Callable[[str, str], Awaitable[int]],
         signal: Callable[[str], Signal],
+        encoders: Callable[..., Awaitable[Any]],
     ) -> None:
-        """``page(tenant, job, after, count)``: the first rows of later steps; ``signal(job)`` tells of changes."""
+        """``page(tenant, job, after, count)``: the first rows of later steps; ``signal(job)`` tells of changes;
+        ``encoders(call, *arguments)`` runs a call in a thread, in the tenant's turn."""
         self._show = show
         self._page = page
         self._last_step = last_step
         self._signal = signal
+        self._encoders = encoders
         self._feeds: dict[tuple[str, str], JobFeed] = {}
 
     async def follow(
@@ -135,12 +147,12 @@ class JobFeeds:
         async with self._feed(tenant, job) as feed:
             seen = len(feed.rollbacks)
             while True:
-                change, ended, view = feed.changed.next, feed.ended, feed.view
+                change, at_change = feed.changed.next, feed.job
                 if feed.error is not None:
                     raise feed.error
-                if view is not None and (view.state, view.reason) != shown:
-                    shown = (view.state, view.reason)
-                    yield "job", view
+                if at_change is not None and at_change.shown != shown:
+                    shown = at_change.shown
+                    yield "job", at_change
                 kept = after
                 if time is not None:
                     kept, time = await self._last_kept(tenant, job, after, time), None
@@ -162,8 +174,8 @@ class JobFeeds:
                     for found in page:
                         after, has_rows = found["step"], True
                         yield "metrics", FeedRow(after, found)
-                if ended and view is not None and seen == len(feed.rollbacks):
-                    yield "end", view
+                if at_change is not None and at_change.ended and seen == len(feed.rollbacks):
+                    yield "end", at_change
                     return
                 try:
                     async with asyncio.timeout(quiet_seconds):
@@ -209,9 +221,9 @@ class JobFeeds:
                 change = feed.signal.next
                 view = await self._show(tenant, job)
                 await self._read_rows(feed, tenant, job)
-                feed.view, feed.ended = view, view.state in FINAL_JOB_STATES
+                shown = feed.job = await self._encoders(FeedJob, view)
                 feed.changed.notify()
-                if feed.ended:
+                if shown.ended:
                     break
                 await change.wait()
         except Exception as error:  # each follower raises it

@@ -44,6 +44,11 @@ class IndexedDict(MutableMapping[K, V]):
         [(name, value)] = group.items()
         return list(self._index[name].get(value, {}).values())
 
+    def count(self, **group: Hashable) -> int:
+        """The number of values of one group."""
+        [(name, value)] = group.items()
+        return len(self._index[name].get(value, ()))
+
     def has(self, **group: Hashable) -> bool:
         """Whether a group has values."""
         [(name, value)] = group.items()

@@ -43,7 +43,7 @@ from rookery.spec.job import JobSpec, SinkSpec
 from rookery.storage.models import EpisodeRow, EvaluationRow, JobRow, JobState
 from rookery.storage.repositories import jobs, secrets, tenants, versions
 from rookery.storage.repositories.episodes import EpisodeChoice, episodes_page
-from rookery.storage.store import Store, Writer
+from rookery.storage.store import Store
 from rookery.telemetry.numbers import numbers
 from rookery.turns import TENANT
 
@@ -54,9 +54,6 @@ REQUEST_SECONDS = 10.0
 
 ANSWER_BYTES = 2 << 20
 """Largest answer of a sink. MLflow answers with all metrics and parameters of a run: 400 and 240 are 260 kB."""
-
-BATCH_SECONDS = 1.0
-"""Shortest time between two looks at a job: steps that are quicker are sent together."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
 """Before a sink that failed is tried again; the pause doubles from one to the other."""
@@ -77,16 +74,26 @@ TRACED_MESSAGES, TRACED_CHARACTERS = 64, 4000
 TIMES_KEPT = 1000
 """Sent steps whose times are remembered: a rollback goes back by fewer."""
 
-TRACES_READ = 8
-"""Episodes of one read of the database: each can be megabytes."""
 
-TRACE_BYTES = 2 << 20
-"""Most bytes of the traces of a request, as JSON. Of a step's episodes, those above it are left out; the first is
-always sent."""
+@dataclass(frozen=True)
+class SinkRules:
+    """Tuned values."""
 
-SINKS_OF_TENANT = 200
-"""Most sinks of a tenant that are written at the same time, those of jobs that have just ended included. Full means
-wait, not fail."""
+    batch_seconds: float = 1.0
+    """Shortest time between two looks at a job: steps that are quicker are sent together."""
+    traces_read: int = 8
+    """Episodes of one read of the database: each can be megabytes."""
+    trace_bytes: int = 2 << 20
+    """Most bytes of the traces of a request, as JSON. Of a step's episodes, those above it are left out; the first is
+    always sent."""
+    of_tenant: int = 200
+    """Most sinks of a tenant that are written at the same time, those of jobs that have just ended included. Full means
+    wait, not fail."""
+    beat_seconds: float = 60.0
+    """Between two reports that a run goes on, to a server that shows one as crashed that is silent for minutes."""
+
+
+SINK_RULES = SinkRules()
 
 
 @dataclass(frozen=True)
@@ -203,13 +210,17 @@ class JobSinks:
     """The tasks that write to the sinks of jobs."""
 
     def __init__(
-        self, services: Services, signal: Callable[[str], Signal], senders: Writer, totals: Counter[str]
+        self,
+        services: Services,
+        signal: Callable[[str], Signal],
+        totals: Counter[str],
+        rules: SinkRules = SINK_RULES,
     ) -> None:
-        """``signal(job)`` tells of changes; ``senders`` runs the requests; ``totals`` counts failed attempts as
+        """``signal(job)`` tells of changes; ``totals`` counts failed attempts as
         ``sink_failures``."""
+        self._rules = rules
         self._services = services
         self._signal = signal
-        self._senders = senders
         self._tasks: dict[tuple[str, str, int], asyncio.Task[None]] = {}
         self._totals = totals
         self._rooms: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
@@ -228,7 +239,7 @@ class JobSinks:
             key = (row.tenant, row.id, number)
             if key in self._tasks:
                 continue
-            room = self._rooms.setdefault(row.tenant, asyncio.Semaphore(SINKS_OF_TENANT))
+            room = self._rooms.setdefault(row.tenant, asyncio.Semaphore(self._rules.of_tenant))
             work = self._follow_in_turn(room, row, number, SinkSpec.model_validate(given))
             task = self._tasks[key] = asyncio.create_task(work, name=f"sink {number} of {row.id}")
             task.add_done_callback(partial(self._ended, key))
@@ -246,10 +257,8 @@ class JobSinks:
         with suppress(RookeryError):  # without it, only a sink of a job that ended just before a stop is known
             await store.write(jobs.open_sink, row.id, number)
         if room.locked():
-            line = (
-                f"sinks.{number}: waits: {SINKS_OF_TENANT} other sinks of yours are written; the metrics are sent later"
-            )
-            await self._add_event(row, line)
+            others = f"{self._rules.of_tenant} other sinks of yours are written"
+            await self._add_event(row, f"sinks.{number}: waits: {others}; the metrics are sent later")
         async with room:
             await self._follow(row, number, spec)
         with suppress(RookeryError):  # it is written once more
@@ -257,7 +266,7 @@ class JobSinks:
 
     async def _follow(self, row: JobRow, number: int, spec: SinkSpec) -> None:
         clock, signal = self._services.clock, self._signal(row.id)
-        sending, pause = _Sending(self._services, self._senders, row, number, spec), FIRST_PAUSE
+        sending, pause = _Sending(self._services, row, number, spec, self._rules), FIRST_PAUSE
         reported: set[str] = set()
         failing: float | None = None
         """Since when it fails after the end of the job."""
@@ -285,7 +294,7 @@ class JobSinks:
                 await clock.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
                 continue
-            await clock.sleep(BATCH_SECONDS)
+            await clock.sleep(self._rules.batch_seconds)
 
     async def _add_event(self, row: JobRow, line: str) -> None:
         with suppress(RookeryError):
@@ -297,8 +306,8 @@ class JobSinks:
 class _Sending:
     """How far one sink of a job has been written."""
 
-    def __init__(self, services: Services, senders: Writer, row: JobRow, number: int, spec: SinkSpec) -> None:
-        self._services, self._senders = services, senders
+    def __init__(self, services: Services, row: JobRow, number: int, spec: SinkSpec, rules: SinkRules) -> None:
+        self._services, self._rules = services, rules
         self._row, self._where, self._spec = row, f"sinks.{number}", spec
         self._run: SinkRun | None = None
         self._secret = ""
@@ -366,7 +375,7 @@ class _Sending:
         spec, settings = self._spec, self._services.settings
         self._secret = secret
         endpoint = Endpoint(spec, self._where, settings, secret)
-        ask, where = partial(self._senders, endpoint.ask), endpoint.where
+        ask, where = partial(self._services.threads.senders, endpoint.ask), endpoint.where
         run: SinkRun
         match spec.kind:
             case "mlflow":
@@ -374,7 +383,7 @@ class _Sending:
             case "trackio":
                 run = TrackioRun(ask, where, spec.experiment, row.id)
             case "wandb":
-                run = WandbRun(ask, where, spec.experiment, spec.entity, row.id)
+                run = WandbRun(ask, where, spec.experiment, spec.entity, row.id, self._rules.beat_seconds)
         self._sent = await run.open(row.name, row.created, row.spec)
         self._evaluated, self._state, self._run = set(), None, run
         self._times.clear()
@@ -398,7 +407,7 @@ class _Sending:
         part, traces, size = list[Figure](), list[SinkTrace](), 0
         for step, of_step in groupby(batch, lambda figure: figure.step):
             found, more = await self._traces_of(step)
-            if part and size + more > TRACE_BYTES:
+            if part and size + more > self._rules.trace_bytes:
                 yield part, traces
                 part, traces, size = [], [], 0
             part, traces, size = [*part, *of_step], traces + found, size + more
@@ -408,11 +417,11 @@ class _Sending:
         """The first episodes of a step whose texts are kept, where the sink takes traces, and their bytes."""
         found, size, left, cursor = list[SinkTrace](), 0, self._traces, None
         while left > 0:
-            chosen = EpisodeChoice(step=step, limit=min(left, TRACES_READ), before=cursor)
+            chosen = EpisodeChoice(step=step, limit=min(left, self._rules.traces_read), before=cursor)
             page = await self._services.store.read(episodes_page, self._row.tenant, self._row.id, chosen)
             ended = [episode for _, episode in page.episodes]
             for trace, more in await self._services.threads(_traces, step, len(found), ended):
-                if found and size + more > TRACE_BYTES:
+                if found and size + more > self._rules.trace_bytes:
                     return found, size
                 found.append(trace)
                 size += more

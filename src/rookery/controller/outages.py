@@ -62,8 +62,16 @@ class Outages:
     """Asks the database and the place of the artifacts whether they answer again. However many wait for one of them,
     one question is asked at a time."""
 
-    def __init__(self, store: Store, artifacts: Artifacts, clock: Clock, seconds: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        artifacts: Artifacts,
+        clock: Clock,
+        seconds: float,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
         """``seconds``: between two questions."""
+        self._patience = patience_seconds
         self._store = store
         self._artifacts = artifacts
         self._clock = clock
@@ -74,12 +82,12 @@ class Outages:
         self._transfer: Writer = in_thread if artifacts.remote else store.transfer
 
     async def lasts(self, kind: Outage) -> bool:
-        """Whether the outage is not over, as far as the service can ask. Returns within :data:`PATIENCE_SECONDS`, and
+        """Whether the outage is not over, as far as the service can ask. Returns within its patience, and
         at once where a question has had no answer for so long."""
         now = asyncio.get_running_loop().time()
         if kind not in self._questions:
             asked = asyncio.create_task(self._ask(kind))
-            self._questions[kind] = asked, now + PATIENCE_SECONDS
+            self._questions[kind] = asked, now + self._patience
             asked.add_done_callback(lambda _: self._questions.pop(kind))
         question, until = self._questions[kind]
         await asyncio.wait([question], timeout=max(0.0, until - now))

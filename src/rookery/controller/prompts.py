@@ -17,6 +17,7 @@ from rookery.errors import UserError
 from rookery.tokenization.chat import Chat, Message, PromptTooLong, check_letters
 from rookery.tokenization.detokenizer import StreamingText
 from rookery.tokenization.grammar import NOT_FOLLOWED, REPLY_FAILED
+from rookery.tokenization.token_ids import shared_ids
 
 UNCHANGED_LOGITS = {"vllm"}
 """Engines that draw from the model's own distribution only."""
@@ -86,7 +87,7 @@ def prepare_prompt(
         raise UserError("the prompt is empty: an answer needs at least one token to follow")
     if len(prompt) >= chat.context:
         raise PromptTooLong.of(chat.context, len(prompt))
-    return PreparedPrompt(target, chat, prompt)
+    return PreparedPrompt(target, chat, shared_ids(prompt))
 
 
 def answer_room(fleet: Fleet, model: str, context: int, prompt: int) -> int:

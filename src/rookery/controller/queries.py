@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
+from itertools import chain
 from typing import Any, Literal
 
 from sqlalchemy import Connection
@@ -87,9 +88,16 @@ class JobQueries:
         self._jobs = jobs
         self._models: tuple[float, dict[str, Status]] = (0.0, {})
         """When the states of base models were read, and what they were."""
-        self.episodes = EpisodeQueries(context)
-        self.activity = ActivityQueries(context, spans)
-        self.feeds = JobFeeds(self.show, self._rows, self._last_step, jobs.signal)
+        rooms, threads = context.rooms, context.threads
+        self.episodes = EpisodeQueries(context.store, context.chat, threads.encoders, context.settings.cache)
+        self.activity = ActivityQueries(
+            spans,
+            context.records.spans.snapshot,
+            lambda: chain(rooms.rollouts.open_spans(), rooms.training.open_spans(), rooms.fleet.open_spans()),
+            rooms.usage.payer_of,
+            threads,
+        )
+        self.feeds = JobFeeds(self.show, self._rows, self._last_step, jobs.signal, threads.encoders)
 
     async def _last_step(self, tenant: str, job: str) -> int:
         return await self._store.read(version_rows.last_step, tenant, job)
@@ -98,7 +106,10 @@ class JobQueries:
 
     async def list(self, tenant: str, page: Page = Page()) -> Sequence[JobView]:  # noqa: B008 (frozen)
         """A page of the tenant's jobs, newest first."""
-        rows = await self._store.read(job_rows.list_jobs, tenant, page)
+        return await self.views(tenant, await self._store.read(job_rows.list_jobs, tenant, page))
+
+    async def views(self, tenant: str, rows: Sequence[JobRow]) -> Sequence[JobView]:
+        """Views of these jobs of the tenant."""
         owner, policies = await asyncio.gather(
             self._store.read(tenant_rows.get_tenant, tenant),
             self._store.read(job_rows.policies_of, tenant, [row.id for row in rows]),
@@ -330,8 +341,8 @@ class JobQueries:
             paused_by = "outage" if row.resumes else "owner" if by_owner else "fault"
         if running is not None and running.unstored:
             state, reason, paused_by = "paused", running.unstored, "outage"
-        elif row.id in self._jobs.waiting:
-            waits = self._admission.waits_for(row)
+        elif (waiting := self._jobs.waiting.get(row.id)) is not None:
+            waits = self._admission.waits_for(waiting)
         elif row.state in ("queued", "running"):
             waits = job.waits_for() if job is not None else f"base model {row.spec['base_model']} to be ready"
         return JobView(
@@ -398,12 +409,10 @@ class JobQueries:
         """Every connected worker, with its last heartbeat."""
         context, now, rows = self._context, self._context.clock.monotonic(), []
         for worker in context.rooms.fleet.all():
-            hello, beat = worker.hello, worker.beat
-            rows.append(WorkerView(
-                name=worker.name, state=worker.state, seconds=now - worker.since, model=hello.model,
-                roles=[*worker.roles], kind=hello.kind, price=hello.price, address=hello.address, site=hello.site,
-                engine=hello.engine, device=hello.device, host=hello.host, pid=hello.pid, adapters=len(worker.cached),
-                requests=context.rooms.rollouts.pool.outstanding(worker),
+            beat = worker.beat
+            rows.append(WorkerView.of(
+                worker.hello, state=worker.state, seconds=now - worker.since, roles=[*worker.roles],
+                adapters=len(worker.cached), requests=context.rooms.rollouts.pool.outstanding(worker),
                 tokens_per_second=worker.tokens_per_second() if worker.working else 0.0, note=worker.note,
                 max_flush_tokens=worker.max_flush_tokens,
                 beat=HeartbeatView.of(beat) if beat is not None else None,

@@ -105,7 +105,7 @@ class Quotas:
     ) -> None:
         """``refused`` counts the refusals by setting; ``models_in_use(tenant)`` are the base models that the tenant's
         jobs and training runs use now; ``working()`` are the tenants whose jobs run now."""
-        self.weights: dict[str, float] = {}
+        self.tenant_shares: dict[str, float] = {}
         """By tenant; absent is 1."""
         self.overrides: dict[str, dict[str, float]] = {}
         """By tenant: the limits that are not the service's settings, and its weight."""
@@ -163,7 +163,7 @@ class Quotas:
     def forget(self, tenant: str) -> None:
         """The tenant is deleted."""
         known: tuple[dict[str, Any], ...] = (
-            self._metadata, self._allowance, self.overrides, self.weights, self._stored, self._uploaded,
+            self._metadata, self._allowance, self.overrides, self.tenant_shares, self._stored, self._uploaded,
             self._database,
         )  # fmt: skip
         for of_tenant in known:
@@ -174,7 +174,7 @@ class Quotas:
     def override(self, tenant: str, limits: Mapping[str, float]) -> None:
         """These limits of the tenant are not the service's settings."""
         self.overrides[tenant] = dict(limits)
-        self.weights[tenant] = limits.get("weight", 1.0)
+        self.tenant_shares[tenant] = limits.get("weight", 1.0)
 
     def limit(self, tenant: str, name: str) -> float:
         """A limit of the tenant by its name in :data:`LIMITS`."""
@@ -184,7 +184,7 @@ class Quotas:
         """The tenant's limits, its weight, and what counts against the limits now."""
         limits = {name: self.limit(tenant, name) for name in LIMITS}
         return {
-            "limits": {**limits, "weight": self.weights.get(tenant, 1.0)},
+            "limits": {**limits, "weight": self.tenant_shares.get(tenant, 1.0)},
             "overrides": self.overrides.get(tenant, {}),
             "tokens_today": self.day()[1].get(tenant, 0),
             "requests": self.in_use(tenant)["requests"],
@@ -211,16 +211,19 @@ class Quotas:
         self._allowance[tenant] = (now, left - 1)
 
     @contextmanager
-    def generating(
-        self, tenant: str, model: str, tokens: int, count: int = 1, *, limited: bool = True
-    ) -> Iterator[None]:
+    def generating(self, tenant: str, model: str, tokens: int, count: int = 1) -> Iterator[None]:
         """``count`` generations that a client asks for, of at most so many tokens, wait or run within. Raises
-        :class:`TooManyRequests` for ``limited`` ones beyond a limit."""
-        if limited:
-            self.check_tokens(tenant)
-            self.check_model(tenant, model)
-            self._check("requests", tenant, count, "generations of yours wait or run")
-            self._check("request_tokens", tenant, tokens, "tokens of yours wait or run")
+        :class:`TooManyRequests` beyond a limit."""
+        self.check_tokens(tenant)
+        self.check_model(tenant, model)
+        self._check("requests", tenant, count, "generations of yours wait or run")
+        self._check("request_tokens", tenant, tokens, "tokens of yours wait or run")
+        with self.generating_beyond_limits(tenant, model, tokens, count):
+            yield
+
+    @contextmanager
+    def generating_beyond_limits(self, tenant: str, model: str, tokens: int, count: int = 1) -> Iterator[None]:
+        """As :meth:`generating`, of generations that no limit refuses; later ones are refused for them, too."""
         with self._using(tenant, model, requests=count, request_tokens=tokens):
             yield
 
@@ -231,7 +234,7 @@ class Quotas:
             released = self._released.setdefault(tenant, Signal())
             while not (self._fits("requests", tenant, count) and self._fits("request_tokens", tenant, tokens)):
                 await released.next.wait()
-            reserved.enter_context(self.generating(tenant, model, tokens, count, limited=False))
+            reserved.enter_context(self.generating_beyond_limits(tenant, model, tokens, count))
 
     def in_use(self, tenant: str) -> Counter[str]:
         """By limit, the generations and hosts of the tenant that there are, and all that is reserved."""

@@ -1,4 +1,5 @@
-"""The services that every room of the controller may use: settings, time, names, storage, threads. Fields only."""
+"""The services that every room of the controller may use: settings, time, names, storage, threads; and the service's
+records about itself, parts of which a room gets by themselves. Fields only."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from rookery.storage.store import Store, Writer
 from rookery.telemetry.spans import SpanRing
 from rookery.telemetry.tracing import EpisodeTracer
 from rookery.tokenization.chat import Chat
+from rookery.turns import in_thread
 
 T = TypeVar("T")
 
@@ -31,16 +33,20 @@ class Records:
     """Sends episodes to a collector, where a setting names one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Threads:
     """Run blocking calls of tenants, off the event loop. A call of one kind waits for none of another."""
 
-    work: Writer
-    """All that is neither of the following."""
-    encoders: Writer
+    work: Writer = in_thread
+    """All that is none of the following."""
+    encoders: Writer = in_thread
     """Responses that are encoded: lists wait for no work."""
-    openers: Writer
+    openers: Writer = in_thread
     """Files of artifacts that are opened or read whole, perhaps from a store that is slow or away."""
+    checkers: Writer = in_thread
+    """Checks of environments and datasets, which wait for processes of their own."""
+    senders: Writer = in_thread
+    """Requests to the sinks of jobs."""
 
     def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> Coroutine[Any, Any, T]:
         """A call of ``work``."""
@@ -57,5 +63,4 @@ class Services:
     chat: Callable[[str], Awaitable[Chat]]
     """The chat template and tokenizer of a base model, prepared if they were not."""
     threads: Threads
-    records: Records
     outages: Outages

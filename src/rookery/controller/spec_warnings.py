@@ -10,11 +10,18 @@ import math
 
 from rookery.algorithms.schedules import rate
 from rookery.environments.base import SplitSizes
-from rookery.spec.job import JobSpec
+from rookery.environments.messages import example_of
+from rookery.errors import UserError
+from rookery.spec.job import FIRST_REPLIES, JobSpec
+from rookery.tokenization.chat import Chat
+from rookery.tokenization.demonstrations import rendered
 
 NEGLIGIBLE_RATE = 1e-3
 """A share of ``lr`` at which a step counts as changing nothing: a whole job at it moves the weights as far as one step
 in a thousand would."""
+
+FORMS_SHOWN = 5
+"""Sequences of roles that are refused one by one; more are likely of the same kind."""
 
 
 def spec_warnings(spec: JobSpec) -> list[str]:
@@ -25,12 +32,12 @@ def spec_warnings(spec: JobSpec) -> list[str]:
         for mine in of_policies
         for line in (*schedule_warnings(mine), *length_warnings(mine), *evaluation_warnings(mine))
     ]
-    return [*dict.fromkeys(lines), *reference_warnings(spec), *judge_warnings(spec)]
+    return [*dict.fromkeys(lines), *reference_warnings(spec), *judge_warnings(spec), *frozen_warnings(spec)]
 
 
 def reference_warnings(spec: JobSpec) -> list[str]:
     """Of models to compare with that no policy is compared with."""
-    if spec.algorithm.name == "dpo":
+    if spec.algorithm.on_pairs:
         return []
     unused = [name for name in spec.trained if not spec.of_policy(name).algorithm.kl_weight]
     changes = {name: spec.policies[name].algorithm for name in unused}
@@ -60,10 +67,16 @@ def evaluation_warnings(spec: JobSpec) -> list[str]:
 def judge_warnings(spec: JobSpec) -> list[str]:
     """Of verdicts that some episodes do not reach, or that reward the policy which gives them."""
     environment, lines = spec.environment, []
-    if environment.judge is not None and spec.policies[environment.judge].train:
+    judge = spec.policies[environment.judge] if environment.judge is not None else None
+    if judge is not None and judge.train:
         lines.append(
             f"environment.verifier.policy: {environment.judge} trains, and its own verdict is its reward; give it"
             " train: false, such as {train: false, base: true}, or write an environment with rewards of its own"
+        )
+    if judge is not None and judge.follows is not None:
+        lines.append(
+            f"environment.verifier.policy: {environment.judge} follows {judge.follows.policy}, which its verdicts"
+            " train: they change with what it learns; give it other weights, such as {train: false, base: true}"
         )
     if environment.id == "jsonl" and environment.turns < environment.longest:
         parts = {"the reply": 1, "calls of tools": environment.tool_calls, "the judge": environment.judge is not None}
@@ -75,11 +88,47 @@ def judge_warnings(spec: JobSpec) -> list[str]:
     return lines
 
 
+def frozen_warnings(spec: JobSpec) -> list[str]:
+    """Of policies that do not train and never reply, or follow another one and are never swapped."""
+    lines = [
+        f"policies.{name}: it never replies: {spec.environment.id} names the first policy, and the judge of a verifier"
+        " where there is one; leave it out, or write an environment that names it"
+        for name in _silent(spec)
+        if not spec.policies[name].train
+    ]
+    for name, policy in spec.policies.items():
+        if (followed := policy.follows) is None:
+            continue
+        steps = spec.of_policy(followed.policy).stop.steps
+        if steps is not None and followed.every >= steps:
+            lines.append(
+                f"policies.{name}.follows.every: {followed.every}, but {followed.policy} takes {steps} steps: it stays"
+                f" at version 0; give fewer than {steps}"
+            )
+    return lines
+
+
 def judge_problems(spec: JobSpec) -> list[str]:
     """Why the verdicts of the job's verifier would never come."""
     if spec.environment.id == "jsonl" and spec.environment.judge is not None and spec.environment.max_turns < 2:
         return ["environment.max_turns: given 1, allowed: at least 2: one for the reply and one for the judge"]
     return []
+
+
+def silent_problems(spec: JobSpec) -> list[str]:
+    """Of policies that would wait for ever for their first reply: the job's environment names others alone."""
+    return [
+        f"policies.{name}: it trains, but only the first policy, {next(iter(spec.policies))}, replies in"
+        f" {spec.environment.id}; leave one of them out, or write an environment that names both"
+        for name in _silent(spec)
+        if spec.policies[name].train
+    ]
+
+
+def _silent(spec: JobSpec) -> list[str]:
+    """The policies that never reply, as far as that shows: the job's environment names others alone."""
+    replying = (next(iter(spec.policies)), spec.environment.judge)
+    return [name for name in spec.policies if name not in replying] if spec.environment.id in FIRST_REPLIES else []
 
 
 def split_problems(spec: JobSpec, sizes: SplitSizes | None) -> list[str]:
@@ -88,6 +137,18 @@ def split_problems(spec: JobSpec, sizes: SplitSizes | None) -> list[str]:
         return []
     given = f"evaluation.prompts: given {spec.evaluation.prompts}, but the environment holds no prompts out"
     return [f"{given}; give {sizes.held_out_by}, or leave evaluation out"]
+
+
+def form_problems(chat: Chat, sizes: SplitSizes) -> list[str]:
+    """The rows whose roles, or calls of tools, the chat template refuses, a line each. Blocks."""
+    lines = []
+    for form, where in sizes.forms:
+        messages, tools = example_of(form)
+        try:
+            rendered(chat, messages, tools)
+        except UserError as error:
+            lines.append(f"environment: {where}: {str(error)[:300]}; give messages that it takes")
+    return lines[:FORMS_SHOWN]
 
 
 def split_warnings(spec: JobSpec, sizes: SplitSizes | None) -> list[str]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from rookery.controller.context import ControllerContext
+from rookery.clock import Clock
 from rookery.errors import RookeryError
 from rookery.storage.models import SpanRow
 from rookery.storage.repositories.spans import (
@@ -25,7 +25,8 @@ from rookery.storage.repositories.spans import (
     save_spans,
     span_rows,
 )
-from rookery.telemetry.spans import TraceSpan, merged, packed, picture, unpacked
+from rookery.storage.store import Store, Writer
+from rookery.telemetry.spans import SpanRing, TraceSpan, merged, packed, picture, unpacked
 
 log = logging.getLogger("rookery.controller")
 
@@ -47,36 +48,49 @@ Key = tuple[str, str, int]
 
 
 class StoredSpans:
-    def __init__(self, context: ControllerContext) -> None:
-        self._context = context
+    def __init__(
+        self,
+        store: Store,
+        ring: SpanRing,
+        clock: Clock,
+        threads: Writer,
+        most_bytes: int,
+        served: Callable[[], Iterable[TraceSpan]],
+    ) -> None:
+        """``served()``: for how long each worker has served until now. Beyond ``most_bytes`` the oldest rows go."""
+        self._store = store
+        self._ring = ring
+        self._clock = clock
+        self._threads = threads
+        self._most_bytes = most_bytes
+        self._workers_served = served
         self._saving = asyncio.Lock()
-        self._saved_at = context.clock.time()
+        self._saved_at = clock.time()
         self._failed = False
 
     async def watch(self) -> None:
         """Store spans every few seconds; until cancelled."""
         while True:
-            await self._context.clock.sleep(SAVE_SECONDS)
+            await self._clock.sleep(SAVE_SECONDS)
             await asyncio.shield(self.save())  # else spans that were taken could be lost
 
     async def save(self) -> None:
         """Store the spans that ended since the last call, and for how long workers have served. Where the database does
         not take them, the next call tries again."""
-        ring, store = self._context.records.spans, self._context.store
+        ring, store = self._ring, self._store
         async with self._saving:
             taken = list(ring.unsaved)
             ring.unsaved.clear()
-            now = self._context.clock.time()
+            now = self._clock.time()
             by_key: defaultdict[Key, list[TraceSpan]] = defaultdict(list)
             for span in [*taken, *(self._served() if taken else ())]:
                 by_key[span.tenant, span.job if span.tenant else "", int(span.end // HOUR)].append(span)
             if not by_key:
                 return
-            most = self._context.settings.server.timeline_bytes
             try:
                 found = await store.read(span_rows, list(by_key))
-                rows = await self._context.threads(joined_rows, by_key, found)
-                await store.write(save_spans, rows, most)
+                rows = await self._threads(joined_rows, by_key, found)
+                await store.write(save_spans, rows, self._most_bytes)
             except Exception as error:  # nothing else depends on it
                 later = list(ring.unsaved)
                 ring.unsaved.clear()
@@ -91,7 +105,7 @@ class StoredSpans:
 
     def _served(self) -> Iterable[TraceSpan]:
         """For how long workers have served since the last call: after a crash, nothing else says so."""
-        for span in self._context.rooms.fleet.open_spans():
+        for span in self._workers_served():
             if span.end > (start := max(span.start, self._saved_at)):
                 yield msgspec.structs.replace(span, start=start)
 
@@ -101,7 +115,7 @@ class StoredSpans:
         """Stored spans between two times that are not in the ring any more, at most :data:`READ_SPANS`; and the time
         from which on none is left out. Those of the job ``first`` are read before those of ``tenant``, these before
         others, each the newest hours first, until they are made of :data:`MOST_READ`."""
-        ring, store, threads = self._context.records.spans, self._context.store, self._context.threads
+        ring, store, threads = self._ring, self._store, self._threads
         chosen, total, cut = list[SpanHour](), 0, None
         hours = await store.read(hours_between, start, end, first, tenant)
         for hour in hours:
@@ -126,7 +140,7 @@ class StoredSpans:
 
     async def oldest(self, tenant: str | None, jobs: Sequence[str]) -> float | None:
         """When the first stored span of ``jobs``, of a tenant, or of all tenants began."""
-        return await self._context.store.read(oldest_span, tenant, jobs)
+        return await self._store.read(oldest_span, tenant, jobs)
 
 
 def joined_rows(new: dict[Key, list[TraceSpan]], found: Sequence[SpanRow]) -> list[SpanRow]:

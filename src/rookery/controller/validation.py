@@ -7,6 +7,7 @@ objects answer "not found".
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,17 +22,27 @@ from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.job_sinks import missing_secrets, sink_problems
 from rookery.controller.quotas import ROWS, Quotas, as_jsonl, counted, job_problems, row_problems
 from rookery.controller.services import Services
-from rookery.controller.spec_warnings import judge_problems, spec_warnings, split_problems, split_warnings
+from rookery.controller.spec_warnings import (
+    form_problems,
+    judge_problems,
+    silent_problems,
+    spec_warnings,
+    split_problems,
+    split_warnings,
+)
 from rookery.controller.views import NUMBER, BestConstantView
 from rookery.controller.weights.checkpoints import SCHEME, find_checkpoint
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import adapter_ref
 from rookery.environments.base import SplitSizes
 from rookery.environments.builtins import find
+from rookery.environments.demonstrations import Demonstration, Preference, demonstration, preference
 from rookery.environments.judges import parse_judges
+from rookery.environments.messages import readable
 from rookery.environments.verifiers.graders import named_models
 from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, short
 from rookery.settings import Settings
+from rookery.spec import values
 from rookery.spec.fine_tuned import CHECKPOINT_OF, is_name_of
 from rookery.spec.job import FILE_ENVIRONMENTS, EnvironmentSpec, JobSpec, stored_base_model, without_weights
 from rookery.spec.parsing import SpecError, parse_job
@@ -40,8 +51,9 @@ from rookery.spec.policy import TARGETS
 from rookery.storage.artifacts import Staging
 from rookery.storage.models import PolicyRow, UploadKind, VersionRow
 from rookery.storage.repositories import jobs, tenants, versions
-from rookery.storage.store import Store, Writer
+from rookery.storage.store import Store
 from rookery.tokenization.chat import Chat, Message, PromptTooLong, tokenized
+from rookery.tokenization.demonstrations import rendered
 from rookery.tokenization.registry import (
     CATALOGUE,
     is_hub_id,
@@ -64,9 +76,6 @@ ARCHIVE = "upload.tar"
 
 Unpack = Callable[[Path], AbstractContextManager[Mapping[str, Iterable[bytes]]]]
 """Opens an archive: its files by name, in pieces."""
-
-FORMS_SHOWN = 5
-"""Sequences of roles that are refused one by one; more are likely of the same kind."""
 
 PREVIEWED = 3
 """Prompts that a dry run shows."""
@@ -93,18 +102,18 @@ class JobValidator:
         quotas: Quotas,
         collector: ArtifactCollector,
         check_environment: Callable[[str, dict[str, Any]], SplitSizes | None],
-        checkers: Writer,
+        refused: Counter[str],
     ) -> None:
         """``check_environment(id, options)`` raises :class:`~rookery.errors.UserError` for a built-in environment that
-        cannot be made with such options, and returns the sizes of its splits where they are known; ``checkers`` runs
-        checks of environments and datasets, which wait for processes of their own."""
+        cannot be made with such options, and returns the sizes of its splits where they are known; ``refused`` counts
+        refusals by the limit that caused them."""
         self._services = services
         self._fleet = fleet
         self._hosts = hosts
         self._quotas = quotas
         self._collector = collector
         self._check_environment = check_environment
-        self._checkers = checkers
+        self._refused = refused
 
     async def check(self, tenant: str, data: Any, *, known: bool = False) -> tuple[JobSpec, list[PolicyRow], list[str]]:
         """The job spec in ``data`` with its model's canonical name, its policies, whose ``job`` is set once it has an
@@ -145,7 +154,7 @@ class JobValidator:
                     f"policies.{name}.trainers: given {policy.trainers}, allowed: 1 where a worker trains with a group"
                     " of processes (the service's ROOKERY_TRAINER_PROCESSES)"
                 )
-            if spec.algorithm.name == "dpo" and services.settings.training.trainer_processes > 1:
+            if spec.algorithm.on_pairs and services.settings.training.trainer_processes > 1:
                 problems.append(
                     "algorithm.name: dpo needs workers that train in one process (the service's"
                     " ROOKERY_TRAINER_PROCESSES is more than 1), which do not divide pairs"
@@ -156,9 +165,9 @@ class JobValidator:
                     f" {policy.warm_start.peft!r} (POST /api/v1/adapters; the Python client and rookery run do"
                     " it) and give warm_start.upload"
                 )
-        problems += judge_problems(spec)
+        problems += judge_problems(spec) + silent_problems(spec)
         problems += await self._judge_problems(tenant, spec, set(models.values()))
-        problems += job_problems(spec, services.settings.limits, services.records.refused)
+        problems += job_problems(spec, services.settings.limits, self._refused)
         problems += await services.threads(row_problems, spec, services.settings.limits)
         if spec.sinks:
             problems += await self._checked(tenant, sink_problems, spec, services.settings)
@@ -207,22 +216,11 @@ class JobValidator:
         return problems
 
     async def _form_problems(self, model: str, sizes: SplitSizes) -> list[str]:
-        """The rows whose roles the chat template of a prepared base model refuses, a line each."""
+        """The rows whose roles, or calls of tools, the chat template of a prepared base model refuses, a line each."""
         services = self._services
         if (await services.threads(status, services.settings.cache, model)).state != "prepared":
             return []  # a dry run prepares it and renders the first prompts
-        chat = await services.chat(model)
-
-        def refused() -> list[str]:
-            lines = []
-            for roles, where in sizes.forms:
-                try:
-                    chat.render([{"role": role, "content": "-"} for role in roles])
-                except UserError as error:
-                    lines.append(f"environment: {where}: {str(error)[:300]}; give messages that it takes")
-            return lines[:FORMS_SHOWN]
-
-        return await services.threads(refused)
+        return await services.threads(form_problems, await services.chat(model), sizes)
 
     async def model(self, tenant: str, name: str) -> str:
         """The canonical name of a base model that this tenant may use. Raises :class:`UserError`."""
@@ -231,7 +229,7 @@ class JobValidator:
         named = may_name(settings, name, owner.admin)  # also a folder of the service
         model = resolve(name, folders=named)
         if model.kind == "hub" and not named:
-            self._services.records.refused["allowed_models"] += 1
+            self._refused["allowed_models"] += 1
             raise UserError(
                 f"base_model: the hub id {short(model.name)} is not allowed to tenants; give one of"
                 f" {', '.join(CATALOGUE)}, or ask the administrator to add it to the service's ROOKERY_ALLOWED_MODELS"
@@ -332,6 +330,8 @@ class JobValidator:
                     whole = f"{start.policy} of job {row.name} has all parameters (full: true), not a LoRA"
                     raise SpecError([f"{where}: {whole}; give a policy that trained a LoRA"])
                 digest = found.hash
+            if start.upload is not None:
+                await self._stored(where, digest, WEIGHTS_FILE)  # next to the configuration
             config = await self._stored(where, digest, CONFIG_FILE)
             problems = await self._services.threads(self._unfit, config, spec, start.upload is not None)
         except NotFound as error:
@@ -341,9 +341,12 @@ class JobValidator:
         return protocol.AdapterRef(policy=policy.id, version=0, hash=digest, rank=asked.rank, alpha=asked.scale_alpha)
 
     async def _stored(self, field: str, digest: str, file: str) -> Path:
-        """A local path of a file of an artifact that the database names. Raises :class:`ArtifactMissing`."""
+        """A local path of a file of an artifact that the database names. Raises :class:`ArtifactMissing`. The tenant's
+        own threads fetch a remote one: in that of transfers, every tenant's commits would wait for it."""
+        services = self._services
+        fetch = services.threads if services.artifacts.remote else services.store.transfer
         try:
-            return await self._services.store.transfer(self._services.artifacts.path, digest, file)
+            return await fetch(services.artifacts.path, digest, file)
         except (NotFound, IncompleteArtifact) as error:
             raise ArtifactMissing(f"{field}: its bytes are missing ({error}); restore them from a backup") from None
 
@@ -410,17 +413,20 @@ class JobValidator:
             if evaluation.prompts
             else hosts.best_constant(environment, "train", TRAINING_PROMPTS, seed=spec.seed, shuffle=spec.shuffle)
         )
+        convert: Callable[[Mapping[str, Any]], Demonstration | Preference] = demonstration
+        if spec.algorithm.on_pairs:
+            convert = preference
         shown = []
         for number, prompt in enumerate(split.prompts):
-            host = await hosts.host_for(environment)
-            reset = environment.reset(f"{environment.job}-{number}", prompt, number)
+            if spec.algorithm.on_rows:
+                row: Demonstration | Preference = await services.threads(convert, values.decode(prompt))
+                asked, tools = row.prompt, row.tools
+            else:
+                asked, tools = await self._first_messages(environment, number, prompt), []
+            messages = [readable(message) for message in asked]
             try:
-                observed = await hosts.observe(host, environment, reset)
-            finally:
-                hosts.close_episode(host, reset.episode)
-            messages = [{"role": turn.role, "content": turn.content} for turn in observed.messages]
-            try:
-                text, tokens = await tokenized(services.threads, chat, messages, _rendered, chat, messages)
+                measured = [*asked, *tools]
+                text, tokens = await tokenized(services.threads, chat, measured, _rendered, chat, asked, tools)
             except PromptTooLong as error:
                 notes.append(f"the training prompt {number + 1} is not shown, and its episodes fail: {error}")
             else:
@@ -432,6 +438,16 @@ class JobValidator:
             )
         best = BestConstantView.model_validate(constant) if constant is not None else None
         return shown, best, [note for note in notes if note]
+
+    async def _first_messages(self, environment: EnvironmentRef, number: int, prompt: bytes) -> list[dict[str, Any]]:
+        """The messages with which an episode of the prompt of this ``number`` begins."""
+        host = await self._hosts.host_for(environment)
+        reset = environment.reset(f"{environment.job}-{number}", prompt, number)
+        try:
+            observed = await self._hosts.observe(host, environment, reset)
+        finally:
+            self._hosts.close_episode(host, reset.episode)
+        return [{"role": turn.role, "content": turn.content} for turn in observed.messages]
 
     async def target(self, tenant: str, target: str) -> Target:
         """The target that a base model's name, ``JOB`` (also ``JOB:latest``), ``JOB@VERSION``, both also as
@@ -527,7 +543,7 @@ class JobValidator:
                 loop.call_soon_threadsafe(times.spend, tenant, seconds, account)
 
         try:
-            return await self._checkers(measured, partial(check, *arguments), spent)
+            return await self._services.threads.checkers(measured, partial(check, *arguments), spent)
         finally:
             times.end(tenant, account)
 
@@ -608,9 +624,9 @@ def with_defaults(spec: JobSpec) -> dict[str, Any]:
     return shown
 
 
-def _rendered(chat: Chat, messages: Sequence[Message]) -> tuple[str, int]:
+def _rendered(chat: Chat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
     """The text of a conversation as the model reads it, and the number of its tokens."""
-    text = chat.render(messages)
+    text = rendered(chat, messages, tools)
     return text, len(chat.encode(text))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -261,7 +261,8 @@ class HeartbeatView(View):
     )
 
     @classmethod
-    def of(cls, beat: protocol.Heartbeat) -> HeartbeatView:
+    def of(cls, beat: protocol.Heartbeat) -> Self:
+        """The fields of a heartbeat that have a field of their name here."""
         view = cls.model_validate(beat, from_attributes=True)
         view.gauges = {name: value if math.isfinite(value) else None for name, value in beat.gauges.items()}
         return view
@@ -287,6 +288,12 @@ class WorkerView(View):
     note: str = Field(description="A message for the operator, such as why it gets no work")
     max_flush_tokens: int = Field(description="The most tokens in one of its flushes")
     beat: HeartbeatView | None
+
+    @classmethod
+    def of(cls, hello: protocol.Hello, **known: Any) -> Self:
+        """The fields of its Hello that have a field of their name here, and those that are ``known`` otherwise."""
+        named = cls.model_fields.keys() & {*hello.__struct_fields__}
+        return cls(**{name: getattr(hello, name) for name in named} | known)
 
 
 class PoolView(View):

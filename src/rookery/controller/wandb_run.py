@@ -65,11 +65,11 @@ def wandb_headers(secret: str) -> dict[str, str]:
 class WandbRun:
     """The run of one job in a project, which is created where it does not exist. The run's id is the job's."""
 
-    beat_seconds: float | None = 60.0
-    """The server shows a run as crashed that is silent for minutes."""
-
-    def __init__(self, ask: Ask, where: str, project: str, entity: str | None, job: str) -> None:
+    def __init__(
+        self, ask: Ask, where: str, project: str, entity: str | None, job: str, beat_seconds: float | None = None
+    ) -> None:
         """``where`` names the sink in errors; ``entity`` is a team, by default the key's."""
+        self.beat_seconds = beat_seconds
         self._ask = ask
         self._where = where
         self._project, self._entity, self._job = project, entity, job

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rookery.environments.base import Message, Reply, Step
@@ -26,9 +26,6 @@ class AgentTasks(RowFiles):
 
     def asked(self, row: Mapping[str, Any]) -> list[Message]:
         return messages_of(row)
-
-    def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
-        return messages_of(prompt)
 
     def step(self, reply: Reply) -> Step:
         raise NotImplementedError("an agent's process gives the reward")

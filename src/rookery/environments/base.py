@@ -24,6 +24,11 @@ Message = dict[str, str]
 Split = Literal["train", "eval"]
 
 
+class MadePrompts(Sequence[Any]):
+    """The prompts of a split that are read or drawn one by one, whenever they are asked for: none stays in memory.
+    Their number is known, and entry i is the same at every call. They are shuffled as those of a list are."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """One reply of the policy."""
@@ -81,7 +86,8 @@ class SplitSizes:
     asked: bool = False
     """The options hold prompts out explicitly."""
     forms: list[tuple[list[str], str]] = field(default_factory=list)
-    """The different sequences of roles in the prompts' messages, each with the place of its first prompt."""
+    """The different forms of the prompts' messages (:func:`~rookery.environments.messages.form_of`), each with the
+    place of its first prompt."""
 
 
 class Environment:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from rookery.bounds import Integer, Text
+from rookery.bounds import GivenModel, Integer, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
 from rookery.environments.verifiers.parts import spoken
 from rookery.environments.verifiers.verifiers import Number
@@ -32,11 +32,11 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 
 
-class CalculatorOptions(BaseModel):
+class CalculatorOptions(GivenModel):
     """Options of ``{id: calculator}``: two turns with a tool. The policy writes `CALC(expression)`, reads the result,
     and answers with it; a guessed answer earns nothing. Train and eval sums are disjoint. The three rewards add up."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     operations: tuple[Literal["+", "-", "*"], ...] = Field(("+", "*"), min_length=1, max_length=100)
     """Operations that sums are drawn from."""

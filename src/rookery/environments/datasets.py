@@ -14,8 +14,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
-from rookery.environments.base import Environment, Split
-from rookery.environments.jsonl import IndexedRows
+from rookery.environments.base import Environment, MadePrompts, Split
 from rookery.spec import values
 
 STREAM_AFTER = 10_000
@@ -26,8 +25,9 @@ generator, tens of seconds for one that takes milliseconds per prompt."""
 class PromptDataset:
     """One split of one environment. Thread-safe; runs the user's iterator in the caller's thread."""
 
-    def __init__(self, environment: Environment, split: Split) -> None:
+    def __init__(self, environment: Environment, split: Split, stream_after: int = STREAM_AFTER) -> None:
         self._environment = environment
+        self._stream_after = stream_after
         self._split: Split = split
         self._lock = threading.Lock()
         self._finite: Sequence[Any] | None = None
@@ -62,19 +62,19 @@ class PromptDataset:
             if self._finite is None and self._stream is None:
                 self._open()
             finite = self._finite
-        return [] if finite is None or isinstance(finite, IndexedRows) else finite
+        return [] if finite is None or isinstance(finite, MadePrompts) else finite
 
     def _open(self) -> None:
         prompts = self._environment.prompts(self._split)
-        if isinstance(prompts, IndexedRows) and prompts:  # JSON that stays in its file
+        if isinstance(prompts, MadePrompts) and prompts:
             self._finite = prompts
             return
         entries = _encoded(prompts)
-        head = list(entries) if hasattr(prompts, "__len__") else list(itertools.islice(entries, STREAM_AFTER + 1))
+        head = list(entries) if hasattr(prompts, "__len__") else list(itertools.islice(entries, self._stream_after + 1))
         if not head:
             remedy = "; give held-out prompts, or leave evaluation out of the job" if self._split == "eval" else ""
             raise ValueError(f"prompts({self._split!r}) gave none{remedy}")
-        if hasattr(prompts, "__len__") or len(head) <= STREAM_AFTER:
+        if hasattr(prompts, "__len__") or len(head) <= self._stream_after:
             self._finite = head
         else:
             self._stream, self._position, self._most = itertools.chain(head, entries), 0, len(head)

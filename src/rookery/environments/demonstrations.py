@@ -3,42 +3,53 @@
 A demonstration is ``{"messages": […]}``, of which the assistant's turns are learned, each with a ``weight`` from 0 to 1
 (1 where absent), or ``{"prompt": …, "completion": …}``. A preference is ``{"prompt": …, "chosen": …, "rejected": …}``,
 or, as OpenAI writes it, ``{"input": {"messages": […]}, "preferred_output": […], "non_preferred_output": […]}``. Prompts
-and completions are texts or messages, replies texts or one message each. The check of a row is the conversion that the
-run does.
+and completions are texts or messages, replies texts or one message each. Messages may have calls of tools and their
+results, and a row, or its ``input``, ``tools``. The check of a row is the conversion that the run does.
 """
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rookery.environments.base import Message, Reply, Step
-from rookery.environments.jsonl import UNREAD, FileOptions, RowFiles, check_row, field_names
+from rookery.environments.base import Reply, Step
+from rookery.environments.jsonl import NO_MESSAGE, UNREAD, FileOptions, RowFiles, check_row, field_names
 from rookery.environments.jsonl_rows import scan
-from rookery.environments.messages import MessageRefused, conversation, shown
+from rookery.environments.messages import form_of, offered_tools, shown, with_calls
 from rookery.environments.search import check_text
+from rookery.environments.verifiers.numbers import plain_number
+from rookery.environments.verifiers.texts import decimal_of, is_blank
 from rookery.errors import UserError
 
 
 class DemonstrationsOptions(FileOptions):
     """Options of ``{id: demonstrations}``, for the algorithm `sft`. A row has `messages`, of which the assistant's
     turns are learned, each times its `weight` (0 to 1, 1 where absent), or a `prompt` and a `completion`: texts, or
-    lists of messages. Give exactly one of `rows`, `path` and `dataset`, and at most one of the `eval_` fields. All rows
-    are checked when the job is submitted."""
+    lists of messages; and `tools` where the messages call some. Give exactly one of `rows`, `path` and `dataset`, and
+    at most one of the `eval_` fields. All rows are checked when the job is submitted."""
 
 
 class PreferencesOptions(FileOptions):
     """Options of ``{id: preferences}``, for the algorithm `dpo`. A row has a `prompt`, which is a text or a list of
     messages, and a `chosen` and a `rejected` reply to it, each a text or a list with one message of the assistant; or,
-    as OpenAI names them, `input`, `preferred_output` and `non_preferred_output`. Give exactly one of `rows`, `path` and
-    `dataset`, and at most one of the `eval_` fields. All rows are checked when the job is submitted."""
+    as OpenAI names them, `input`, `preferred_output` and `non_preferred_output`; and `tools` where the messages call
+    some. Give exactly one of `rows`, `path` and `dataset`, and at most one of the `eval_` fields. All rows are checked
+    when the job is submitted."""
 
 
-ROW_UNREAD = {**UNREAD, "system": "no model reads it; write it as the first message, of the role system"}
-"""Fields that change the conversation in rows of others; a verifier may compare with ``system``, no training does."""
+ROW_UNREAD = {
+    **{name: remedy for name, remedy in UNREAD.items() if name != "tools"},
+    **NO_MESSAGE,
+    "functions": "only tools are read; write them as tools",
+}
+"""Fields that change the conversation in rows of others."""
+
+_SCORE = re.compile("score|rating|reward", re.IGNORECASE)
+"""The names of figures of which the better reply has the higher one."""
 
 MOST_TURNS = 128
 """Learned turns of one conversation: each is rendered with all that precedes it, and may become a sequence."""
@@ -46,19 +57,27 @@ MOST_TURNS = 128
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A conversation, and the weight of each of its messages in the loss: 0 for those that are not the assistant's."""
+    """A conversation, and the weight of each of its messages in the loss: 0 for those that are not the assistant's.
+    ``messages`` and ``tools`` are as :func:`~rookery.environments.messages.with_calls` gives them."""
 
-    messages: list[Message]
+    messages: list[dict[str, Any]]
     weights: list[float]
+    tools: list[dict[str, Any]]
+
+    @property
+    def prompt(self) -> list[dict[str, Any]]:
+        """The messages before the first that is learned."""
+        return self.messages[: next(number for number, weight in enumerate(self.weights) if weight)]
 
 
 @dataclass(frozen=True)
 class Preference:
-    """A conversation, and two replies to it."""
+    """A conversation, and two replies to it; messages and ``tools`` are as in a :class:`Demonstration`."""
 
-    prompt: list[Message]
-    chosen: Message
-    rejected: Message
+    prompt: list[dict[str, Any]]
+    chosen: dict[str, Any]
+    rejected: dict[str, Any]
+    tools: list[dict[str, Any]]
 
 
 def demonstration(row: Mapping[str, Any]) -> Demonstration:
@@ -72,21 +91,24 @@ def demonstration(row: Mapping[str, Any]) -> Demonstration:
         given = [*prompt, *_messages(reply, "completion", "assistant")]
         learned = len(prompt)
     _refuse(row, *ROW_UNREAD)
+    _refuse_weight(row)
+    if learned and row.get("label") is False:
+        raise ValueError("label is false, but every completion is imitated; leave the row out, or give pairs to dpo")
     weights = [_weight(message, f"messages.{number}") for number, message in enumerate(given)]
     plain = [_without_weight(message) for message in given]
     for number, message in enumerate(given[:learned]):
         if weights[number] and isinstance(message, Mapping) and message.get("weight") is not None:
             raise ValueError(f"prompt.{number}.weight is {shown(message['weight'])}; only the completion is learned:"
                              " leave the weight out, or give messages")  # fmt: skip
-    messages = conversation(plain, before_reply=False)
+    messages = with_calls(plain, before_reply=False)
     if learned and messages[learned]["role"] == "assistant":
-        conversation(plain[:learned], "prompt")
+        with_calls(plain[:learned], "prompt")
     weights = [
         weight if message["role"] == "assistant" and number >= learned else 0.0
         for number, (message, weight) in enumerate(zip(messages, weights, strict=True))
     ]
     for number, (message, weight) in enumerate(zip(messages, weights, strict=True)):
-        if weight and not message["content"].strip():
+        if weight and is_blank(message["content"]) and not message.get("tool_calls"):
             where = "completion" if learned else f"messages.{number}"
             raise ValueError(f"{where} is an empty reply, which teaches to end at once; write its text, or weight 0")
     if messages[0]["role"] == "assistant":
@@ -97,28 +119,34 @@ def demonstration(row: Mapping[str, Any]) -> Demonstration:
         )
     if not any(weights):
         raise ValueError("no turn of the assistant with a weight above 0; give one, or leave the row out")
-    return Demonstration(messages, weights)
+    return Demonstration(messages, weights, offered_tools(row.get("tools")))
 
 
 def preference(row: Mapping[str, Any]) -> Preference:
     """Raises ``ValueError`` as :func:`demonstration`."""
     _refuse(row, *ROW_UNREAD)
+    _refuse_weight(row)
     if row.get("input") is not None or "preferred_output" in row:
         _refuse(row, "prompt", "chosen", "rejected")
         names = ("input.messages", "preferred_output", "non_preferred_output")
         form = "input, preferred_output and non_preferred_output"
         given = _field(row, "input", form)
-        asked = given.get("messages") if isinstance(given, Mapping) else given
-        _refuse(given if isinstance(given, Mapping) else {}, *ROW_UNREAD)
+        asked, inner = (given.get("messages"), given) if isinstance(given, Mapping) else (given, {})
+        _refuse(inner, *ROW_UNREAD)
+        if inner.get("tools") and row.get("tools"):
+            raise ValueError("the row has tools, and its input has some; give one of them")
+        tools = offered_tools(inner.get("tools") or row.get("tools"), "input.tools" if inner.get("tools") else "tools")
     else:
         names, form = ("prompt", "chosen", "rejected"), "prompt, chosen and rejected"
-        asked = _field(row, "prompt", form)
+        asked, tools = _field(row, "prompt", form), offered_tools(row.get("tools"))
     replies = [_field(row, name, form) for name in names[1:]]
-    prompt = conversation(_messages(asked, names[0], "user"), names[0])
-    chosen, rejected = map(_reply, replies, names[1:])
+    prompt = with_calls(_messages(asked, names[0], "user"), names[0])
+    made = sum(len(message.get("tool_calls", ())) for message in prompt)
+    chosen, rejected = (_reply(reply, name, made) for reply, name in zip(replies, names[1:], strict=True))
+    _refuse_better_rejected(row)
     if chosen == rejected:
         raise ValueError(f"{names[1]} and {names[2]} are the same; give two different replies, or leave the row out")
-    return Preference(prompt, chosen, rejected)
+    return Preference(prompt, chosen, rejected, tools)
 
 
 def check_demonstration(row: Any, where: str) -> None:
@@ -160,15 +188,12 @@ class Demonstrations(RowFiles):
         """As :class:`RowFiles`."""
         super().__init__(options, indexed, check_demonstration)
 
-    def asked(self, row: Mapping[str, Any]) -> list[Message]:
-        found = demonstration(row)
-        return found.messages[: next(number for number, weight in enumerate(found.weights) if weight)]
+    def asked(self, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        return demonstration(row).prompt
 
     def form(self, row: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(message["role"] for message in demonstration(row).messages)
-
-    def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
-        return self.asked(prompt)
+        found = demonstration(row)
+        return form_of(found.messages, found.tools)
 
     def step(self, reply: Reply) -> Step:
         raise NotImplementedError("demonstrations have no rewards; give the algorithm sft")
@@ -181,11 +206,13 @@ class Preferences(RowFiles):
         """As :class:`RowFiles`."""
         super().__init__(options, indexed, check_preference)
 
-    def asked(self, row: Mapping[str, Any]) -> list[Message]:
+    def asked(self, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         return preference(row).prompt
 
-    def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
-        return self.asked(prompt)
+    def form(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        found = preference(row)
+        most = max(found.chosen, found.rejected, key=lambda reply: len(reply.get("tool_calls", ())))
+        return form_of([*found.prompt, most], found.tools)
 
     def step(self, reply: Reply) -> Step:
         raise NotImplementedError("preferences have no rewards; give the algorithm dpo")
@@ -196,8 +223,6 @@ def _check(convert: Any, row: Any, where: str, form: str) -> None:
         raise UserError(f"{where} is {type(row).__name__}, not an object; write {form}")
     try:
         convert(row)
-    except MessageRefused as error:
-        raise UserError(f"{where}: {error}") from None
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -207,6 +232,29 @@ def _refuse(row: Mapping[str, Any], *names: str) -> None:
         if row.get(name):
             remedy = ROW_UNREAD.get(name, "the row has another form; leave it out")
             raise ValueError(f"{name} is {shown(row[name])}, but {remedy}")
+
+
+def _refuse_weight(row: Mapping[str, Any]) -> None:
+    """A whole row has no weight, unless it is that of every row."""
+    given = row.get("weight")
+    if given is not None and (isinstance(given, bool) or given != 1):
+        raise ValueError(
+            f"weight is {shown(given)}, but a row has none; give it to turns of the assistant in messages, or leave the"
+            " row out"
+        )
+
+
+def _refuse_better_rejected(row: Mapping[str, Any]) -> None:
+    """The scores of both replies, such as ``score_chosen`` and ``score_rejected``, agree with the order."""
+    for name, chosen in row.items():
+        other = name.replace("chosen", "rejected")
+        rejected = row.get(other) if other != name and _SCORE.search(name) else None
+        scores = [plain_number(one) if isinstance(one, str) else decimal_of(one) for one in (chosen, rejected)]
+        if scores[0] is not None and scores[1] is not None and scores[0] < scores[1]:
+            raise ValueError(
+                f"{name} is {shown(chosen)}, less than {other}, {shown(rejected)}; exchange the two replies, or leave"
+                " the row out"
+            )
 
 
 def _field(row: Mapping[str, Any], name: str, form: str) -> Any:
@@ -225,17 +273,18 @@ def _listed(value: Any, name: str, also: str = "") -> list[Any]:
 def _messages(value: Any, name: str, role: str) -> list[Any]:
     """A text as one message of ``role``, or the messages that are given."""
     if isinstance(value, str):
-        if not value.strip():
+        if is_blank(value):
             raise ValueError(f"{name} is {shown(value)}; give a text that is not empty")
         return [{"role": role, "content": value}]
     return _listed(value, name, "a text, or ")
 
 
-def _reply(value: Any, name: str) -> Message:
-    messages = conversation(_messages(value, name, "assistant"), name, before_reply=False)
+def _reply(value: Any, name: str, made: int) -> dict[str, Any]:
+    """The message of a reply, before which so many calls were ``made``."""
+    messages = with_calls(_messages(value, name, "assistant"), name, before_reply=False, first=made)
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         raise ValueError(f"{name} is {shown(value)}; give a text, or one message of the assistant")
-    if not messages[0]["content"].strip():
+    if is_blank(messages[0]["content"]) and not messages[0].get("tool_calls"):
         raise ValueError(f"{name} is {shown(value)}; give a reply that is not empty")
     return messages[0]
 

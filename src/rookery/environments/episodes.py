@@ -16,6 +16,7 @@ import contextvars
 import inspect
 import logging
 import math
+import operator
 import threading
 import traceback
 import weakref
@@ -425,7 +426,7 @@ def _checked_step(step: Step, environment: Environment, method: str = "step") ->
 
     if not isinstance(step.metrics, Mapping):
         raise refusal(TypeError, "metrics", step.metrics, "a mapping of names to numbers")
-    if step.done is None or not hasattr(type(step.done), "__bool__"):
+    if (done := _truth(step.done)) is None:
         raise refusal(TypeError, "value of done", step.done, "True or False")
     reward = number("reward", step.reward, finite=True)
     metrics = {str(name): number(f"metric {name}", value, finite=False) for name, value in step.metrics.items()}
@@ -439,24 +440,40 @@ def _checked_step(step: Step, environment: Environment, method: str = "step") ->
         for name, value in step.rewards.items()
     }
     if method == "reset":
-        early = {"reward": reward, "value of done": step.done, "metrics": metrics, "rewards": rewards}
+        early = {"reward": reward, "value of done": done, "metrics": metrics, "rewards": rewards}
         for name in filter(early.get, early):
             raise refusal(ValueError, name, early[name], "none before the first reply, messages and the policy alone")
-    messages = _checked(step.messages, method, before_reply=not step.done)
-    policy, tokens = _policy_name(step.policy, method), _tokens(step, method)
+    messages, policy = _checked(step.messages, method, before_reply=not done), _policy_name(step.policy, method)
+    if (tokens := _token_ids(step.tokens)) is None:
+        raise refusal(TypeError, "tokens", step.tokens, "a list of token ids, whole numbers from 0")
+    if tokens and messages:
+        raise TypeError(f"{method} gave both messages and tokens, expected one of them")
     if method == "reset" and not (messages or tokens):
         raise TypeError(f"reset gave no messages, expected {MESSAGES}")
-    return Step(messages, reward, bool(step.done), metrics, policy, rewards, tokens)
+    return Step(messages, reward, done, metrics, policy, rewards, tokens)
 
 
-def _tokens(step: Step, method: str) -> list[int]:
-    """The token sequence of a step as it is sent."""
-    given = list(step.tokens)
-    if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 31 for token in given):
-        raise TypeError(f"{method} gave tokens that are no token ids")
-    if given and len(step.messages):
-        raise TypeError(f"{method} gave both messages and tokens, expected one of them")
-    return given
+def _truth(value: object) -> bool | None:
+    """``value`` as a boolean; None where it is none, as a text or an array of several."""
+    if value is None or not hasattr(type(value), "__bool__"):
+        return None
+    try:
+        return bool(value)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):
+        return None
+
+
+def _token_ids(value: Any) -> list[int] | None:
+    """``value`` as a list of token ids, of any type of integer; None where it is none."""
+    if isinstance(value, str | bytes | Mapping):
+        return None
+    try:
+        given = [*value]
+        ids = [operator.index(token) for token in given]
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    fit = all(0 <= id < 1 << 31 for id in ids) and not any(isinstance(token, bool) for token in given)
+    return ids if fit else None
 
 
 def _policy_name(name: object, method: str) -> str:

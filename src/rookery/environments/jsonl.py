@@ -13,19 +13,21 @@ import io
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, overload
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 
-from rookery.bounds import ENTRIES, INTEGER, MESSAGES, JsonSize, Line, Name, Text
-from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
+from rookery.bounds import ENTRIES, INTEGER, MESSAGES, GivenModel, JsonSize, Line, Name, Text
+from rookery.environments.base import Environment, MadePrompts, Message, Reply, Split, SplitSizes, Step
 from rookery.environments.jsonl_rows import CheckRow, scan
 from rookery.environments.judges import ask_judge
-from rookery.environments.messages import MessageRefused, conversation, shown
+from rookery.environments.messages import MessageRefused, conversation, form_of, readable, shown
 from rookery.environments.models import AsksModels
 from rookery.environments.tools import Tool, as_message, called
 from rookery.environments.verifiers.parts import spoken
+from rookery.environments.verifiers.texts import is_blank
 from rookery.environments.verifiers.verifiers import Grader, Judge, Verifier
 from rookery.errors import UserError, short
 from rookery.protocol import BestConstant
@@ -43,6 +45,11 @@ UNREAD = {
 }
 """Fields that change the prompt in rows of TRL and verl: without them the policy would read another prompt."""
 
+NO_MESSAGE = dict.fromkeys(
+    ("system", "system_prompt"), "no model reads it; write it as the first message, of the role system"
+)
+"""Further such fields; a verifier may read them."""
+
 MOST_TOOLS = 8
 """Most tools of an environment."""
 
@@ -59,7 +66,7 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-class FileOptions(BaseModel):
+class FileOptions(GivenModel):
     """The options of an environment whose prompts are the rows of files."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -136,13 +143,16 @@ class RowFiles(Environment):
     def check_answers(self) -> None:
         """Raises :class:`UserError` for a row that only another library can find wrong. Takes up to half a minute."""
 
-    def asked(self, row: Mapping[str, Any]) -> list[Message]:
+    def asked(self, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """The messages of a row that ask."""
         raise NotImplementedError
 
+    def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
+        return [readable(message) for message in self.asked(prompt)]
+
     def form(self, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """The roles of a row's messages as the chat template gets them."""
-        return tuple(message["role"] for message in self.asked(row))
+        """The roles and calls of a row's messages, which a chat template may refuse."""
+        return form_of(self.asked(row))
 
     def sizes(self) -> SplitSizes:
         """The sizes of the splits and the forms of their prompts; reads all rows again."""
@@ -172,7 +182,7 @@ class Jsonl(RowFiles, AsksModels):
 
     def __init__(self, options: JsonlOptions, indexed: Mapping[str, array[int]] | None = None) -> None:
         """As :class:`RowFiles`."""
-        super().__init__(options, indexed, _check_asked)
+        super().__init__(options, indexed, partial(_check_asked, options.verifier))
         self._verifier = options.verifier
         self._options = options
         self._calls = 0
@@ -244,9 +254,9 @@ class Jsonl(RowFiles, AsksModels):
         return copy.copy(self)  # rows and verifier are immutable
 
 
-def _question(messages: Sequence[Message]) -> int:
+def _question(messages: Sequence[Mapping[str, Any]]) -> int:
     """A hash of the text that messages ask with, to compare rows by; white space around each does not count."""
-    return hash(tuple(message["content"].strip() for message in messages))
+    return hash(tuple(readable(message)["content"].strip() for message in messages))
 
 
 def _add_form(
@@ -268,7 +278,7 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
     return [{"role": "user", "content": given}] if isinstance(given, str) else conversation(given, name)
 
 
-class IndexedRows(Sequence[dict[str, Any]]):
+class IndexedRows(MadePrompts):
     """The rows of a JSONL file, read from the file when they are needed: only the place of each is in memory."""
 
     def __init__(self, path: Path, offsets: array[int]) -> None:
@@ -332,18 +342,24 @@ def check_row(row: Any, where: str) -> None:
         if not (isinstance(asked, str) and name == "prompt") and not (isinstance(asked, list) and asked):
             text = "a text, or " if name == "prompt" else ""
             raise UserError(f'{where}: {name} is {shown(asked)}; give {text}a list of {{"role": …, "content": …}}')
-        if not any(message["content"].strip() for message in messages_of(row)):
+        if all(is_blank(message["content"]) for message in messages_of(row)):
             raise UserError(f"{where}: {name} is {shown(asked)}; give a text that is not empty")
     except MessageRefused as error:
         raise UserError(f"{where}: {error}") from None
-    for unread, remedy in UNREAD.items():
+    _refuse_unread(row, where, UNREAD)
+
+
+def _refuse_unread(row: Mapping[str, Any], where: str, fields: Mapping[str, str]) -> None:
+    for unread, remedy in fields.items():
         if row.get(unread):
             raise UserError(f"{where}: {unread} is {shown(row[unread])}, but {remedy}")
 
 
-def _check_asked(row: Any, where: str) -> None:
-    """As :func:`check_row`, for a row whose messages are an environment's answer, and those that a judge reads."""
+def _check_asked(verifier: Verifier, row: Any, where: str) -> None:
+    """As :func:`check_row`, for a row whose messages are an environment's answer, and those that a judge reads, with
+    fields for the ``verifier``."""
     check_row(row, where)
+    _refuse_unread(row, where, {name: why for name, why in NO_MESSAGE.items() if not verifier.may_read(name)})
     if (count := len(messages_of(row))) > MOST_ASKED:
         raise UserError(f"{where} has {count} messages; give at most {MOST_ASKED}")
 

@@ -15,6 +15,13 @@ ROW_BYTES, ROWS = 1 << 30, 1 << 40
 MOST_BLANK = 100_000
 """Blank lines of a file: they are skipped, and each takes the time of a row."""
 
+FORMATS = {
+    b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "Zstandard", b"PK\x03\x04": "zip",
+    b"PAR1": "Parquet", b"ARROW1": "Arrow", b"SQLite format 3": "SQLite", b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}  # fmt: skip
+"""The first bytes of files of other formats, which are no JSON."""
+
 CheckRow = Callable[[Any, str], None]
 """``check(row, where)`` raises :class:`~rookery.errors.UserError` for a row that is not one of its environment's."""
 
@@ -28,6 +35,8 @@ def scan(
     number = offset = count = blank = 0
     while line := file.readline(row_bytes + 1):  # only \n ends a line: other separators may stand inside a string
         number, start, offset = number + 1, offset, offset + len(line)
+        if number == 1 and (kind := next((kind for first, kind in FORMATS.items() if line.startswith(first)), "")):
+            raise UserError(f"{where}: it is {kind}; give a text in UTF-8 with one JSON object per line")
         if len(line) > row_bytes:
             raise UserError(f"{where}: line {number} has more than {row_bytes} bytes; make the row shorter")
         if number == 1 and line.startswith(BOM_UTF8):
@@ -44,7 +53,10 @@ def scan(
         except UnicodeDecodeError:
             raise UserError(f"{where}: line {number} is not UTF-8; save the file as UTF-8") from None
         except ValueError as error:
-            raise UserError(f"{where}: line {number} is not JSON ({error}); write one JSON object per line") from None
+            remedy = "write one JSON object per line"
+            if line.strip() in (b"[", b"{"):
+                remedy = "the file is one value over many lines: write each row, an object, on a line of its own"
+            raise UserError(f"{where}: line {number} is not JSON ({error}); {remedy}") from None
         check(row, f"{where}: line {number}")
         count += 1
         if count > rows:

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from rookery.bounds import JsonSize, Line, Name, Text
+from rookery.bounds import GivenModel, JsonSize, Line, Name, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
 from rookery.environments.outbound import check_headers, connection, one_line, request_json
 from rookery.environments.verifiers.parts import spoken
@@ -46,7 +46,7 @@ _CLOSING = re.compile(r"\n[ \t]*+```")
 Arguments = Annotated[dict[str, Any], JsonSize(RESET_BYTES)]
 
 
-class OpenEnvOptions(BaseModel):
+class OpenEnvOptions(GivenModel):
     """Options of ``{id: openenv}``: episodes of a server that speaks OpenEnv's WebSocket protocol. Give `url` or
     `urls`, and `resets` or `split`. The policy reads the observation and the JSON schema of an action, and replies with
     the action as JSON, alone or in a fenced block; where the schema has exactly one required field, a reply that is no
@@ -181,7 +181,7 @@ class OpenEnv(Environment):
         url = f"{self._servers[0]}/{self._options.environment}/num_tasks"
         answer = request_json(url, "environment.split", {"split": split}, self._options.headers)
         count = answer.get("num_tasks") if isinstance(answer, dict) else answer
-        if not isinstance(count, int) or count < 1:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise UserError(f"environment.split: the server has no tasks in {split!r} ({short(json.dumps(answer))})")
         return min(count, RESETS)
 
@@ -223,7 +223,12 @@ class OpenEnv(Environment):
             text = f"{refusal} Reply with an action as JSON: {json.dumps(self._schema)}"
             return Step(messages=[{"role": "user", "content": text}], metrics=self._metrics())
         data = answer.get("data") or {}
-        done, reward = bool(data.get("done")), data.get("reward")
+        done, reward = data.get("done"), data.get("reward")
+        if not isinstance(done, bool | None):
+            raise await self._lost(f"done is neither true nor false, but {json.dumps(done)}")
+        if not isinstance(reward, bool | int | float | None):
+            raise await self._lost(f"the reward is no number, but {json.dumps(reward)}")
+        done = bool(done)
         messages = [] if done else [{"role": "user", "content": self._shown(answer)}]
         return Step(messages, float(reward) if reward is not None else 0.0, done, self._metrics())
 
@@ -288,12 +293,14 @@ class OpenEnv(Environment):
     async def _leave(self, *, full: bool = False) -> None:
         """Ends the session, if there is one."""
         server, socket, self._server, self._socket = self._server, self._socket, "", None
-        if socket is not None:
-            with contextlib.suppress(ConnectionClosed):
-                await socket.send('{"type": "close"}')
-            await socket.close()
-        if server:
-            await self._sessions.leave(server, full=full)
+        try:
+            if socket is not None:
+                with contextlib.suppress(ConnectionClosed):
+                    await socket.send('{"type": "close"}')
+                await socket.close()
+        finally:  # a silent server may keep the close waiting until it is cancelled
+            if server:
+                await self._sessions.leave(server, full=full)
 
     def _shown(self, answer: Mapping[str, Any]) -> str:
         """An observation as the policy reads it."""

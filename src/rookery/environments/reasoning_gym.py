@@ -13,14 +13,15 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from rookery.bounds import INTEGER, SETTINGS, JsonSize, Name, Text
-from rookery.environments.base import Environment, Message, Reply, Split, Step
+from rookery.environments.base import Environment, MadePrompts, Message, Reply, Split, Step
+from rookery.environments.datasets import STREAM_AFTER
 from rookery.environments.sandbox.sandbox import Program, ProgramLimits, Sandbox
 from rookery.environments.verifiers import pool
 from rookery.environments.verifiers.parts import ReplyPart
@@ -72,7 +73,7 @@ class ReasoningGymOptions(ReplyPart):
     """Options of the task."""
     size: int = Field(512, ge=1, le=100_000)
     """Number of training questions. Those that are held-out questions too are left out, and counted in the job's
-    events."""
+    events; of more than 10,000, each is replaced by the next question that is not held out."""
     eval_size: int = Field(64, ge=0, le=100_000)
     """Number of held-out questions: those after the training questions."""
     seed: int = Field(0, ge=0, le=INTEGER)
@@ -90,14 +91,45 @@ def require_library() -> None:
         raise UserError(NOT_INSTALLED)
 
 
+class _Questions(MadePrompts):
+    """The first ``size`` entries of a dataset, without those whose question is held out. Each is drawn when it is asked
+    for: 100,000 take minutes for many tasks, and hundreds of megabytes."""
+
+    def __init__(self, task: str, dataset: Any, size: int, held_out: Collection[str]) -> None:
+        self._task = task
+        self._dataset = dataset
+        self._size = size
+        self._held_out = held_out
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        first = range(self._size)[index]
+        for number in range(first, first + self._size):
+            entry = pool.stored(self._dataset[number % self._size])
+            if entry["question"] not in self._held_out:
+                return entry
+        raise _all_held_out(self._task)
+
+
+def _all_held_out(task: str) -> UserError:
+    return UserError(
+        f"environment.task: {task}: every training question is a held-out one too; give a smaller eval_size, or a"
+        " config with more different questions"
+    )
+
+
 class ReasoningGym(Environment):
     """An environment over one task's entries."""
 
     deterministic = True
 
-    def __init__(self, options: ReasoningGymOptions, limit: float = LIMIT_SECONDS) -> None:
-        """``limit`` is the processor time of one score in seconds."""
+    def __init__(self, options: ReasoningGymOptions, limit: float = LIMIT_SECONDS, listed: int = STREAM_AFTER) -> None:
+        """``limit`` is the processor time of one score in seconds. More than ``listed`` training questions are drawn
+        when they are asked for."""
         self._options = options
+        self._listed = listed
         self._left_out = 0
         """Training questions that are held-out ones too, once all were drawn."""
         arguments: dict[str, Any] = {
@@ -124,10 +156,15 @@ class ReasoningGym(Environment):
         # Entry i is drawn from seed + i, so another seed would repeat entries: eval entries follow the training
         # entries. Small tasks draw the same question again: it is held out, and no training question.
         held_out = [pool.stored(self._dataset[number]) for number in range(size, whole)]
-        return held_out if split == "eval" else self._training(held_out)
+        if split == "eval":
+            return held_out
+        known = {entry["question"] for entry in held_out}
+        if size > self._listed:
+            return _Questions(self._options.task, self._dataset, size, known)
+        return self._training(known)
 
-    def _training(self, held_out: Sequence[dict[str, Any]]) -> Iterator[Any]:
-        known, left_out = {entry["question"] for entry in held_out}, 0
+    def _training(self, known: Collection[str]) -> Iterator[Any]:
+        left_out = 0
         for number in range(self._options.size):
             entry = pool.stored(self._dataset[number])
             if entry["question"] in known:
@@ -136,10 +173,7 @@ class ReasoningGym(Environment):
                 yield entry
         self._left_out = left_out
         if left_out == self._options.size:
-            raise UserError(
-                f"environment.task: {self._options.task}: every training question is a held-out one too; give a smaller"
-                " eval_size, or a config with more different questions"
-            )
+            raise _all_held_out(self._options.task)
 
     def note(self, split: Split) -> str:
         """A notice about a split for the job's owner, in one line; empty for none."""
@@ -154,16 +188,15 @@ class ReasoningGym(Environment):
 
     def step(self, reply: Reply) -> Step:
         part = self._options.part(reply.text, reply.raw, reply.special)
-        answer = None if part is None else part.strip()
         score, unjudged = 0.0, False
         try:
-            score = self._score(answer)
+            score = self._score(part.strip()) if part is not None else 0.0
         except (VerifierTimeout, VerifierError) as error:
             log.warning("reasoning-gym's %s: %s; the reply scores 0", self._options.task, error)
             unjudged = True
         return Step(reward=score, done=True, metrics={"right": float(score >= 1.0), "unjudged": float(unjudged)})
 
-    def _score(self, answer: str | None) -> float:
+    def _score(self, answer: str) -> float:
         if self._sandbox is None:
             return float(self._pool.score({"answer": answer, "prompt": self.prompt}))
         result = self._sandbox.run(Program("", call="score", arguments=[answer, self.prompt]), CODE_LIMITS)

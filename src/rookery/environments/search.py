@@ -14,6 +14,7 @@ from typing import Any
 from rookery.environments.jsonl_rows import scan
 from rookery.environments.messages import shown
 from rookery.environments.verifiers.pool import VerifierPool
+from rookery.environments.verifiers.texts import is_blank
 from rookery.errors import UserError, installs
 
 CORPUS_BYTES, CORPUS_TEXTS = 64 << 20, 200_000
@@ -37,7 +38,7 @@ def check_text(row: Any, where: str) -> None:
     if not isinstance(row, dict):
         raise UserError(f'{where} is {type(row).__name__}, not an object; write {{"text": …}}')
     text, title = row.get("text"), row.get("title", "")
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str) or is_blank(text):
         raise UserError(f"{where}: text is {shown(text)}; give a text that is not empty")
     if not isinstance(title, str):
         raise UserError(f"{where}: title is {shown(title)}; give a text")

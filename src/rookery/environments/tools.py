@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr
+from pydantic import ConfigDict, Discriminator, Field, PrivateAttr
 
-from rookery.bounds import Line
+from rookery.bounds import GivenModel, Line
 from rookery.environments.sandbox.rows import code_of
 from rookery.environments.sandbox.sandbox import Program, ProgramLimits, Sandbox
 from rookery.environments.search import SearchIndex, require_search, texts_of
@@ -25,11 +25,11 @@ LONGEST_RESULT = 100_000
 """Most characters of a result: it becomes part of the prompt."""
 
 
-class PythonTool(BaseModel):
+class PythonTool(GivenModel):
     """The tool `python`: runs the code in `<python>…</python>` in the [sandbox](environments.md#code), each call as a
     new program, and returns its output, or the last line of an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     tool: Literal["python"]
     """Which tool."""
@@ -66,10 +66,10 @@ class PythonTool(BaseModel):
         return cut("\n".join(lines) or "(no output)", self.result_chars)
 
 
-class SearchTool(BaseModel):
+class SearchTool(GivenModel):
     """The tool `search`: the texts of a corpus that fit the query in `<search>…</search>` best, by BM25."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     tool: Literal["search"]
     """Which tool."""

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from rookery.bounds import Integer, Text
+from rookery.bounds import GivenModel, Integer, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
 from rookery.environments.verifiers.parts import spoken
 from rookery.environments.verifiers.verifiers import Number
@@ -46,10 +46,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 ModelName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]{0,30}$", max_length=31)]
 
 
-class SimulatedModel(BaseModel):
+class SimulatedModel(GivenModel):
     """A model that the router can call."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     price: float = Field(ge=0, le=1e6)
     """Cost of one call."""
@@ -65,13 +65,13 @@ def _default_models() -> dict[str, SimulatedModel]:
     }
 
 
-class XRouterOptions(BaseModel):
+class XRouterOptions(GivenModel):
     """Options of ``{id: xrouter}``: questions of three difficulties, and simulated models that differ in accuracy and
     price. The policy writes `call_NAME(...)`, and answers with `select_response(call_1)` or with a number. The reward
     of a right answer is `success` − min(`cost_weight` · cost, `cost_cap`), of a wrong or missing one 0; the cost is the
     sum over all calls."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     models: dict[ModelName, SimulatedModel] = Field(default_factory=_default_models, min_length=1, max_length=20)
     """The models by name: `{price: 0.08, accuracy: [0.93, 0.92, 0.35]}`, the accuracy of easy, medium and hard

@@ -73,6 +73,7 @@ from rookery.protocol.worker import (
     CancelOperation,
     Draining,
     EvictArtifacts,
+    FailureCategory,
     ForwardBackward,
     FromWorker,
     Generate,

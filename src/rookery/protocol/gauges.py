@@ -53,8 +53,11 @@ GAUGES: dict[str, Gauge] = {
     "forced_slices": Gauge("Slices that would have been empty although requests were there"),
     "lanes_beside": Gauge("Workers that train beside decoding now, each on some of its cores"),
     "lanes_beside_seconds": Gauge("Time for which workers trained beside decoding", "seconds"),
-    "lanes_predicted_gain": Gauge("Time that running beside each other is predicted to save, as a share", "", "max"),
+    "lanes_predicted_gain": Gauge(
+        "Time that running beside each other now is predicted to save, as a share", "", "max"
+    ),
     "worker_stalls": Gauge("Times that a worker had work and finished no slice for some seconds"),
+    "worker_failed_posts": Gauge("Calls that failed in a worker's compute thread while nobody waited for them"),
 }
 """By name, which is also the metric's after ``rookery_``. Counts are since the worker's process began."""
 

@@ -169,19 +169,22 @@ class SourcesRequest(EpochMessage, kw_only=True):
     """Its address."""
 
 
+FailureCategory = Literal["stale", "failed", "lost", "too small"]
+"""Whether a retry of an operation that was not carried out can help: ``stale`` (parent or lease does not match: send
+again with state), ``failed`` (this operation cannot succeed), ``lost`` (the worker had to drop it; any worker may
+retry), ``too small`` (the policy never fits this worker's memory; another one may have more)."""
+
 LOGPROB_BYTES = 4
 """Bytes of each of the :attr:`OperationDone.logprobs`."""
 
 
 class OperationDone(EpochMessage, kw_only=True):
-    """Answer to :class:`ForwardBackward`, :class:`OptimStep` or :class:`InitAdapter`. ``error`` is empty on success;
-    ``category`` says whether a retry can help: ``stale`` (parent or lease does not match: send again with state),
-    ``failed`` (this operation cannot succeed), ``lost`` (the worker had to drop it; any worker may retry),
-    ``too small`` (the policy never fits this worker's memory; another one may have more)."""
+    """Answer to :class:`ForwardBackward`, :class:`OptimStep` or :class:`InitAdapter`. ``error`` and ``category`` are
+    empty on success."""
 
     op: Name
     error: ErrorText = ""
-    category: Literal["", "stale", "failed", "lost", "too small"] = ""
+    category: Literal["", FailureCategory] = ""
     metrics: Annotated[dict[Name, float], Meta(max_length=1000)] = msgspec.field(default_factory=dict)
     logprobs: Annotated[bytes, Meta(max_length=MAX_FRAME)] = b""
     """With forward_only, or where requested: float32 little-endian, the groups' loss tokens in order of the batch, then
@@ -351,15 +354,16 @@ class Withdraw(Message, kw_only=True):
 
 
 class Sources(Message, kw_only=True):
-    """Answer to :class:`SourcesRequest`; ``sources`` as in :class:`AdapterRef`."""
+    """Answer to :class:`SourcesRequest`; ``sources`` as in :class:`AdapterRef`. Without a request, the worker leaves
+    its present source for these."""
 
     hash: str
     sources: list[str]
 
 
 class Retain(Message, kw_only=True):
-    """The worker is the last reserved holder of these artifacts, which are in use: it does not evict them to make room.
-    Replaces the list sent before."""
+    """The worker is the last reserved holder of these artifacts, which are in use: it evicts them last. Replaces the
+    list sent before."""
 
     hashes: list[str]
 

@@ -3,7 +3,8 @@
 A job is a suspect if the service ended while it worked on the job's start, or if its memory grew since then. One
 suspect alone is the cause as far as is known: it starts after a growing delay, and after some such crashes waits for a
 person. Of several suspects nobody is known to be the cause: they start in groups, one after another, so that the next
-crash narrows them down. All other jobs start at once. A restart of the machine makes nobody a suspect.
+crash narrows them down. All other jobs start at once. A restart of the machine makes nobody a suspect, unless the lives
+before it were short again and again: a cluster may start the service on another machine after each crash.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ GROWTH_BYTES = 512 << 20
 few megabytes; the largest dataset that a service accepts, parsed, is above this."""
 
 SHORT_SECONDS, SHORT_LIVES = 60.0, 3
-"""After so many lives in a row that were this short, jobs are suspects that began in the last seconds although nothing
-else speaks against them: something ends the service again and again."""
+"""After so many lives in a row that were this short, on any machines, jobs are suspects that began in the last seconds
+although nothing else speaks against them: something ends the service again and again."""
 
 GROUPS, GROUP_SECONDS = 4, 5.0
 """Several suspects start in so many groups, so long apart: a hundred jobs are all started after fifteen seconds, and
@@ -60,7 +61,7 @@ class LastRun:
 
 def suspects(last: LastRun, boot: str) -> set[str]:
     """The jobs that may have ended the service. ``boot``: the machine's present start."""
-    if last.boot != boot:
+    if last.boot != boot and last.short_lives < SHORT_LIVES:
         return set()
     assembling = {job for job, start in last.jobs.items() if start.assembling}
     grown = {job for job, start in last.jobs.items() if last.memory - start.memory >= GROWTH_BYTES}

@@ -37,9 +37,9 @@ class StepWindow:
 
     workers: int
     waited: float
-    """Seconds for which the steps waited for trajectories, summed …"""
+    """The sum of the seconds for which the steps waited for trajectories."""
     seconds: float
-    """… of so many that they took."""
+    """The sum of the seconds that the steps took, these included."""
     entered: int
     """Trajectories that became complete."""
     consumed: int

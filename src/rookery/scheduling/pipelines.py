@@ -6,16 +6,17 @@ all cores, predicted from the last step. The first stage of each chain runs. Tho
 those of the trainer take turns, environments need neither. Where both have work, the mode decides: in *turns* each
 takes twice its time, *beside* each other as much as a table of measured slowdowns says (:class:`SlowdownTable`).
 
-A mode is chosen by its predicted cost (:func:`choose`): the finish of the last job plus the mean finish of all, if the
-mode lasts until the next stage ends, ``depth - 1`` further choices follow, and then the best mode without a change.
-Depth 0 is greedy: the most work per second now. The paper does not state its depth.
+A mode is chosen by its predicted cost (:func:`choose`): the finish of the last job plus the mean finish of all. At
+depth 0 the mode lasts until the present stages have ended, and the best one follows without a change. Depth ``n`` also
+compares a change after the next stage that ends, to a choice of depth ``n - 1``. So a mode is chosen only where it
+costs less than turns to the end, and look-ahead never costs more. The paper does not state its depth.
 
 Three rules bound the damage of wrong predictions:
 
 * The planner is *inactive*, which is turns, where no mode gains :data:`LEAST_GAIN`, and while slices beside each other
   are not what the table predicts.
-* While durations are unknown or unreliable, a mode must compute more than turns do, and make neither engine nor
-  trainer more than :data:`MOST_LOSS` slower: whatever the durations are, it then costs little and gains most times.
+* While durations are unknown or unreliable, no finish is predicted: a mode must compute more than turns do, and make
+  neither engine nor trainer more than :data:`MOST_LOSS` slower, so that it costs little whatever the durations are.
 * A mode is left only for one that gains :data:`SWITCH_GAIN` more; a tail moves only if it gains :data:`HYSTERESIS`
   times the prefill that this costs (:mod:`rookery.scheduling.tails`).
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -64,6 +66,8 @@ TURNS = 0
 
 TAKING_TURNS = (2.0, 2.0)
 """Slowdowns of engine and trainer in turns, and of what was never measured."""
+
+NO_WORK = "no work to run beside"
 
 MOST_LOSS = 0.1
 """Of the speed in turns, that a mode may cost engine or trainer while durations are unknown. The short passes of the
@@ -171,40 +175,60 @@ def overlaps(chains: Sequence[JobStages]) -> bool:
 
 def rates(chains: Sequence[JobStages], threads: int, costs: LaneCosts) -> list[float]:
     """Seconds alone that a second yields, of the first stage of each chain."""
-    work = engine_work(chains)
+    heads = [chain[0] for chain in chains]
+    kinds = [stage.kind for stage in heads]
+    training, prefills = sum(kind in TRAINER for kind in kinds), kinds.count("prefill")
+    rows = sum(max(1, stage.rows) for stage in heads if stage.kind in ("decode", "tail"))
     slow = (1.0, 1.0)
-    if work is not None and overlaps(chains):
-        slow = costs.table.slowdown(threads, *work)
-    training = sum(chain[0].kind in TRAINER for chain in chains)
-    prefills = sum(chain[0].kind == "prefill" for chain in chains)
-    rows = work[1] if work is not None else 0
-    engines_turns = prefills + bool(rows)
+    if training and (rows or prefills):
+        slow = costs.table.slowdown(threads, "decode" if rows else "prefill", rows)
+    engine = 1 / (slow[0] * (prefills + bool(rows) or 1))
+    trainer = 1 / (slow[1] * (training or 1))
+    step = costs.step(rows) if rows else 0.0
     found = []
-    for stage, *_ in chains:
+    for stage in heads:
         if stage.kind == "environment":
             found.append(1.0)
         elif stage.kind in TRAINER:
-            found.append(1 / (slow[1] * training))
+            found.append(trainer)
         elif stage.kind == "prefill" or not (own := costs.step(max(1, stage.rows))):
-            found.append(1 / (slow[0] * engines_turns))
+            found.append(engine)
         else:
-            found.append(own / max(own, costs.step(rows)) / (slow[0] * engines_turns))
+            found.append(engine * own / max(own, step))
     return found
+
+
+def _until_next_end(chains: Sequence[JobStages], threads: int, costs: LaneCosts) -> tuple[float, list[JobStages]]:
+    """The seconds until the next stage ends, in this mode, and the rest of each chain then, empty of those that end."""
+    speeds = rates(chains, threads, costs)
+    spent = min(chain[0].seconds / speed for chain, speed in zip(chains, speeds, strict=True))
+    left: list[JobStages] = []
+    for (first, *others), speed in zip(chains, speeds, strict=True):
+        rest = first.seconds - spent * speed
+        ended = rest <= 1e-9 * max(1.0, first.seconds)
+        left.append(tuple(others) if ended else (Stage(first.kind, rest, first.rows), *others))
+    return spent, left
+
+
+def _later(state: State, spent: float, left: Sequence[JobStages]) -> State:
+    now = state.now + spent
+    running = tuple(chain for chain in left if chain)
+    return State(running, now, state.ends + (now,) * (len(left) - len(running)))
 
 
 def advance(state: State, threads: int, costs: LaneCosts) -> State:
     """Until the next stage ends, in this mode."""
-    speeds = rates(state.chains, threads, costs)
-    spent = min(chain[0].seconds / speed for chain, speed in zip(state.chains, speeds, strict=True))
-    now, ends, left = state.now + spent, list(state.ends), []
-    for chain, speed in zip(state.chains, speeds, strict=True):
-        first = chain[0]._replace(seconds=chain[0].seconds - spent * speed)
-        rest = (first, *chain[1:]) if first.seconds > 1e-9 * max(1.0, chain[0].seconds) else chain[1:]
-        if rest:
-            left.append(rest)
-        else:
-            ends.append(now)
-    return State(tuple(left), now, tuple(ends))
+    return _later(state, *_until_next_end(state.chains, threads, costs))
+
+
+def hold(state: State, threads: int, costs: LaneCosts) -> State:
+    """Until each of the present stages has ended, in this mode."""
+    lengths = [len(chain) for chain in state.chains]
+    while any(len(chain) == length for chain, length in zip(state.chains, lengths, strict=True)):
+        spent, left = _until_next_end(state.chains, threads, costs)
+        lengths = [length for chain, length in zip(left, lengths, strict=True) if chain]
+        state = _later(state, spent, left)
+    return state
 
 
 def complete(state: State, threads: int, costs: LaneCosts) -> State:
@@ -214,16 +238,21 @@ def complete(state: State, threads: int, costs: LaneCosts) -> State:
     return state
 
 
+def cost_of(state: State, mode: int, modes: Sequence[int], depth: int, costs: LaneCosts) -> float:
+    """The least cost if ``mode`` is the next one: until the present stages end, before the best one; or, with
+    look-ahead, until the next stage ends, before a choice of one depth less."""
+    held = hold(state, mode, costs)
+    found = min(complete(held, other, costs).cost for other in modes)
+    if depth < 1 or not state.chains:
+        return found
+    return min(found, predicted(advance(state, mode, costs), modes, depth - 1, costs))
+
+
 def predicted(state: State, modes: Sequence[int], depth: int, costs: LaneCosts) -> float:
-    """The least cost with so many choices of a mode, each at the end of a stage, and none afterwards."""
+    """The least cost of a choice among ``modes``."""
     while state.chains and not overlaps(state.chains):
         state = advance(state, TURNS, costs)
-    if not state.chains:
-        return state.cost
-    ends = min(complete(state, mode, costs).cost for mode in modes)
-    if depth < 1:
-        return ends
-    return min(ends, *(predicted(advance(state, mode, costs), modes, depth - 1, costs) for mode in modes))
+    return min(cost_of(state, mode, modes, depth, costs) for mode in modes)
 
 
 class LaneChoice(NamedTuple):
@@ -231,9 +260,9 @@ class LaneChoice(NamedTuple):
 
     threads: int
     gain: float
-    """Predicted share of the cost in turns that it saves; of the time where durations are unknown."""
+    """Predicted share of the cost in turns that it saves; 0 where nothing was predicted."""
     why: str = ""
-    """Of turns: the reason."""
+    """Of turns, and of a mode whose gain was not predicted: the reason."""
 
     @property
     def active(self) -> bool:
@@ -246,29 +275,39 @@ def choose(chains: Sequence[JobStages], modes: Sequence[int], costs: LaneCosts, 
     running = tuple(chain for chain in chains if chain)
     work = engine_work(running)
     if work is None or not overlaps(running):
-        return LaneChoice(TURNS, 0.0, "no work to run beside")
+        return LaneChoice(TURNS, 0.0, NO_WORK)
     able = [mode for mode in modes if mode != TURNS and costs.table.slowdown(mode, *work) != TAKING_TURNS]
     sure = [mode for mode in able if costs.table.reliable(mode, *work)]
     if able and not sure:
         return LaneChoice(TURNS, 0.0, "slices beside each other are not as predicted")
+    lanes = LaneCosts(costs.table, cache(costs.step))
     known = all(math.isfinite(stage.seconds) for chain in running for stage in chain)
-    gains = {TURNS: 0.0}
-    if known and depth > 0:
-        turns = complete(State(running), TURNS, costs).cost
-        for mode in (TURNS, *sure):
-            after = advance(State(running), mode, costs)
-            gains[mode] = 1 - predicted(after, [TURNS, *sure], depth - 1, costs) / turns
-    else:
-        for mode in sure:
-            slow = costs.table.slowdown(mode, *work)
-            if known or max(slow) <= min(TAKING_TURNS) * (1 + MOST_LOSS):
-                gains[mode] = 1 - 1 / sum(1 / one for one in slow)
+    gains = _predicted_gains(running, sure, lanes, depth) if known else _gains_by_rates(work, sure, costs)
     best = max(gains, key=lambda mode: gains[mode])
-    if present != TURNS and present in gains and gains[best] - gains[present] < SWITCH_GAIN:
+    if present != TURNS and gains.get(present, 0.0) >= max(LEAST_GAIN, gains[best] - SWITCH_GAIN):
         best = present
     if gains[best] < LEAST_GAIN:
         return LaneChoice(TURNS, 0.0, "nothing gains")
-    return LaneChoice(best, gains[best], "" if best != TURNS else "to run beside later gains more")
+    if best == TURNS:
+        return LaneChoice(best, gains[best], "to run beside later gains more")
+    return LaneChoice(best, gains[best]) if known else LaneChoice(best, 0.0, "durations are unknown")
+
+
+def _predicted_gains(chains: tuple[JobStages, ...], sure: list[int], costs: LaneCosts, depth: int) -> dict[int, float]:
+    """The share of the cost in turns that each mode saves, by predicted finishes."""
+    state, modes = State(chains), [TURNS, *sure]
+    turns = complete(state, TURNS, costs).cost
+    return {mode: 1 - cost_of(state, mode, modes, depth, costs) / turns if turns else 0.0 for mode in modes}
+
+
+def _gains_by_rates(work: tuple[StageKind, int], sure: list[int], costs: LaneCosts) -> dict[int, float]:
+    """The share of the time that each mode saves for the same work, of those that make neither part much slower."""
+    gains = {TURNS: 0.0}
+    for mode in sure:
+        slow = costs.table.slowdown(mode, *work)
+        if max(slow) <= min(TAKING_TURNS) * (1 + MOST_LOSS):
+            gains[mode] = 1 - 1 / sum(1 / one for one in slow)
+    return gains
 
 
 class StagePredictor:

@@ -91,9 +91,9 @@ class FairQueue(Generic[T]):
         self._served: dict[str, float] = {}
         """By waiting tenant: when an item of it was last taken, or its first one began to wait."""
         self._current = ""
-        """The tenant whose turn it is …"""
+        """The tenant whose turn it is."""
         self._left = 0
-        """… and the number of items that remain of it."""
+        """The number of items that remain of its turn."""
         self._size = 0
 
     def __len__(self) -> int:

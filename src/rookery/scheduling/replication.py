@@ -6,12 +6,15 @@
   passes along a chain, in which everybody sends it once; a small one spreads as a tree.
 * The service has a durable copy of every artifact. It is a source like any other, and the last among equally near ones.
 * A receiver never reads from one that reads, over others, from itself, nor from its own address.
+* A slow receiver comes last in its site, so that others do not wait for what it has not received. One that turns out to
+  be slow while it receives is left by its readers (:class:`SourceRates`), and reads behind them.
 * All shards of an artifact follow one route: its hash names them all, so no receiver mixes two versions.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -29,6 +32,18 @@ ADAPTER_HOPS, MODEL_HOPS = 16.0, 64.0
 the time for which a block waits in a receiver. An adapter has some ten megabytes, a model some hundred or more; but the
 last one of a chain waits for its first byte as long as the chain is, and takes a long silence for a fault."""
 
+SLOW_READERS = 4.0
+"""Readers more that cost as much as to read from a slow receiver."""
+
+FAR_BELOW = 4.0
+"""A rate is far below another one that is more than so many times as high: less may be the load of other transfers."""
+
+PACE_HEARTBEATS = 2
+"""Heartbeats over which a receiver's rate is measured: shorter transfers are not judged."""
+
+TRIES = 3
+"""Receivers of one source that are left before its own link is taken to be the slow one."""
+
 SAME_MACHINE, SAME_SITE, ELSEWHERE = range(3)
 
 
@@ -45,6 +60,8 @@ class Replica(NamedTuple):
     """From whom it receives the artifact; None: it is complete here, or has no source yet."""
     address: str = ""
     """Where it answers. Of two workers with one address the earlier one has ended, though nobody has noticed yet."""
+    slow: bool = False
+    """Whether it receives far more slowly than others."""
 
 
 class Route(NamedTuple):
@@ -81,13 +98,14 @@ def plan_routes(
 ) -> list[Route]:
     """One route for each of ``receivers``, in one decision. ``holders`` have the artifact or receive it; ``site`` is
     the service's; sources ``excluded`` have failed. Sites that have it come first, so that the others read from the
-    ends of their chains; of a site, those that can pass it on, reserved ones before others, so that its first one is
-    its best one. Costs O(n log n), however many there are."""
+    ends of their chains; of a site, those that can pass it on, slow ones last, reserved ones before others, so that its
+    first one is its best one. Costs O(n log n), however many there are."""
     fresh = {one.name for one in receivers}
     known = [one for one in holders if one.name not in fresh]
     sites = {one.site for one in known if one.serves}
     ordered = sorted(
-        receivers, key=lambda one: (one.site not in sites, one.site, not one.serves, not one.reserved, one.name)
+        receivers,
+        key=lambda one: (one.site not in sites, one.site, not one.serves, one.slow, not one.reserved, one.name),
     )
     table = SourceTable(known, hops, excluded)
     routes = []
@@ -98,10 +116,56 @@ def plan_routes(
     return routes
 
 
-def last_reserved(holders: Iterable[Replica]) -> str | None:
-    """The worker that must keep its copy: the only reserved one of ``holders`` that is complete."""
-    reserved = [one.name for one in holders if one.reserved and one.source is None]
-    return reserved[0] if len(reserved) == 1 else None
+class Pace:
+    """How quickly one transfer makes progress, by the heartbeats of its receiver since it has its present source."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque(maxlen=PACE_HEARTBEATS + 1)
+
+    def see(self, now: float, size: int) -> None:
+        """``size`` bytes are there."""
+        self._seen.append((now, size))
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second; None where it is not known yet, and while none come: readers notice a silence."""
+        if len(self._seen) <= PACE_HEARTBEATS:
+            return None
+        (began, before), (ended, after) = self._seen[0], self._seen[-1]
+        return (after - before) / (ended - began) if ended > began and after > before else None
+
+
+class SourceRates:
+    """Which receivers hold up those that read from them, by rates. Where a source receives itself, its own rate is the
+    yardstick, within a site. A source that has the artifact whole gives as much as it ever gave over this link; where
+    that is not known, the first receivers are left by their readers, :data:`TRIES` at most, to learn whether the next
+    one receives more."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], float] = {}
+        """By the sites of a source and its receiver, the bytes per second of the link."""
+
+    def holds_up(
+        self,
+        link: tuple[str, str],
+        rate: float,
+        upstream: float | None,
+        left: Collection[float],
+        everybody: bool = False,
+    ) -> bool:
+        """Whether a receiver at ``rate`` is to be left by its readers. ``upstream``: the rate at which its source
+        receives, None: that has the artifact whole; ``left``: the rates of those left before over the same link;
+        ``everybody``: all receivers of its site were left, so there is no other one to try."""
+        if upstream is not None:  # between sites the link itself may be the slow one
+            return link[0] == link[1] and FAR_BELOW * rate < upstream
+        known, tried = self._known.get(link), everybody or len(left) >= TRIES
+        if tried:  # this is the most that the source gives now
+            known = max((rate, *left))
+        elif known is not None or (left and FAR_BELOW * max(left) < rate):
+            known = max(known or 0.0, rate)
+        if known is not None:
+            self._known[link] = known
+        return not tried and (known is None or FAR_BELOW * rate < known)
 
 
 class SourceTable:
@@ -145,7 +209,8 @@ class SourceTable:
         self._push(self._replicas[receiver.name])
 
     def _cost(self, name: str) -> float:
-        return self._readers.get(name, 0) + self._depth[name] / self._hops
+        slow = SLOW_READERS if self._depth[name] and self._replicas[name].slow else 0.0
+        return self._readers.get(name, 0) + self._depth[name] / self._hops + slow
 
     def _push(self, one: Replica) -> None:
         if not one.serves or one.name in self._excluded:

@@ -39,9 +39,9 @@ class Demand:
     decoding: int = 0
     """Requests whose next token is one decode step away."""
     prefill_due: float = math.inf
-    """The earliest deadline of a request that needs prompt tokens …"""
+    """The earliest deadline of a request that needs prompt tokens."""
     decode_due: float = math.inf
-    """… and of one that decodes."""
+    """The earliest deadline of a request that decodes."""
 
 
 def deadline(ttft: float, tpot: float, arrived: float, first: float | None, last: float, tokens: int) -> float:

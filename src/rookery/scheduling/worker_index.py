@@ -32,8 +32,9 @@ class WorkerIndex:
         old, old_tags = self._workers.get(name), self._tags_of.get(name, frozenset())
         old_key = order(old) if old is not None else None
         if old is None or key != old_key or tags != old_tags:
-            self._untag(old_key, old_tags)
-            for tag in tags:
+            kept = old_tags & tags if key == old_key else frozenset()
+            self._untag(old_key, old_tags - kept)
+            for tag in tags - kept:
                 self._by_tag.setdefault(tag, SortedList()).add(key)
         for ranking, rank in ((self._pending, by_pending), (self._executing, by_executing)):
             if old is None or rank(old) != rank(worker):

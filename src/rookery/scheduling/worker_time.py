@@ -4,7 +4,9 @@ Each tenant has a share of the time by its weight. One with work in both engine 
 each, one with work in one of them, as a small job always is, has all of it there. Engine and trainer take turns in
 proportion to the shares of their tenants, and each divides its own time in that proportion. So neither of them ever has
 less than the shares of the tenants that need it, and no tenant pays for another's work in both. Shares follow the work
-of the moment: time that a tenant does not use is not saved up.
+of the moment: time that a tenant does not use is not saved up. Nor does a tenant pay for it: where one comes to have
+work in one of them only, that one's debt to the other is forgiven (:attr:`WorkerTime.arrived`), as long as the other
+has nine tenths of its share. A small job, whose phases follow each other, would wait in each for the other to catch up.
 
 Within the engine, the tenant with the least time, by counters as in :mod:`rookery.scheduling.queues`, decides between
 prompts and decoding.
@@ -26,6 +28,8 @@ class WorkerTime:
         self._counters = TokenCounters(weights)
         self._parts: tuple[set[str], set[str]] = set(), set()
         """Tenants that had work in engine and trainer at the last choice."""
+        self.arrived = [False, False]
+        """Whether at the last choice a tenant came to have work in the engine only; and in the trainer only."""
         self._lock = threading.Lock()
 
     @property
@@ -56,16 +60,17 @@ class WorkerTime:
         """The shares of engine and trainer, for the tenants that have work in each: equal ones if one of them works for
         no tenant. A tenant that had no work at the last call has no credit for that time."""
         with self._lock:
-            before = self._parts[0] | self._parts[1]
-            self._parts = set(engine), set(trainer)
+            earlier, before = self._parts, self._parts[0] | self._parts[1]
+            self._parts = one, other = set(engine), set(trainer)
+            self.arrived = [bool(one - other - earlier[0]), bool(other - one - earlier[1])]
             working = self._parts[0] | self._parts[1]
             for tenant in sorted(working - before):
                 self._counters.lift(tenant)
             self._counters.order(sorted(working))
         if not engine or not trainer:
             return 0.5, 0.5
-        one, other = (sum(map(self.weight_within, sorted(part))) for part in self._parts)
-        return one / (one + other), other / (one + other)
+        parts = [sum(map(self.weight_within, sorted(part))) for part in self._parts]
+        return parts[0] / sum(parts), parts[1] / sum(parts)
 
     def part_of_least(self, parts: Sequence[Collection[str]]) -> int | None:
         """The only one of these parts in which the tenant with the least time has work. None if it has work in several,

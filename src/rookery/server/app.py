@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Response, WebSocket
 from starlette.responses import JSONResponse
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, WebSocketRoute
 
 from rookery.errors import Unavailable, installs
 from rookery.protocol.gauges import GAUGES
@@ -41,6 +41,9 @@ log = logging.getLogger("rookery.server")
 
 VERSION = "0.1.0"
 
+SOCKETS = frozenset(route.path for route in gateway.routes.routes if isinstance(route, WebSocketRoute))
+"""The paths that take WebSockets."""
+
 
 def build(context: ServiceContext) -> FastAPI:
     """The application over ``context``, whose parts the caller starts and stops."""
@@ -52,7 +55,7 @@ def build(context: ServiceContext) -> FastAPI:
         summary="Many LoRA policies learn by reinforcement at once, on one resident base model.",
         generate_unique_id_function=lambda route: route.name,
     )
-    app.state.context = context
+    app.state.context, app.state.sockets = context, SOCKETS
     responses.add_exception_handlers(app)
     app.add_middleware(BodyLimit)
     app.add_middleware(SecurityHeaders, page=page.page_policy(page.FILES["index.html"]))
@@ -90,7 +93,7 @@ def build(context: ServiceContext) -> FastAPI:
 def standby(connections: Connections) -> FastAPI:
     """The application of a service that waits for its database: its health, and 503 for everything else."""
     app = FastAPI(title="Rookery", version=VERSION, openapi_url=None)
-    app.state.context = SimpleNamespace(connections=connections)
+    app.state.context, app.state.sockets = SimpleNamespace(connections=connections), SOCKETS
     responses.add_exception_handlers(app)
     refused = Unavailable("this service is a standby: another one has the database")
 

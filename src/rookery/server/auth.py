@@ -32,11 +32,13 @@ from rookery.controller.controller import Controller
 from rookery.controller.fleet.agents import KEY_PREFIX, AgentSession
 from rookery.controller.service_time import LONGEST_WAIT, LONGEST_WORK_WAIT
 from rookery.environments.checks import EnvironmentChecks
-from rookery.errors import Forbidden, RookeryError, TooManyRequests, Unauthorized
+from rookery.errors import Forbidden, NotFound, RookeryError, TooManyRequests, Unauthorized
+from rookery.network import source_of
 from rookery.server.bodies import BodyInvalid, BoundedRequest
 from rookery.server.connections import Connections
 from rookery.server.grader_trials import GraderTrials
 from rookery.server.readiness import Readiness
+from rookery.server.response_room import LARGE_BYTES, SMALL_BYTES, ResponseRoom
 from rookery.server.schema_checks import SchemaChecks
 from rookery.server.signin import SignIns
 from rookery.storage.data_dir import hash_key
@@ -124,15 +126,20 @@ class Keys:
         self._database = database
         self._clock = clock
         self._known: TTLCache[str, KeyRow] = TTLCache(10_000, KEY_SECONDS, clock.monotonic)
+        self._revoked = 0
+        """Revocations so far: a row that was read before one is read again after it."""
         self._episodes: TTLCache[str, EpisodeStanding] = TTLCache(10_000, KEY_SECONDS, clock.monotonic)
         self._thread, self._agents = ThreadPoolExecutor(1, "keys"), ThreadPoolExecutor(1, "agents' keys")
 
     async def find(self, key: str) -> KeyRow | None:
-        """The row of a key that is valid now."""
+        """The row of a key that is valid now, after all revocations that have ended."""
         now = self._clock.time()
         row = self._known.get(key)
         if row is None:
-            row = await self._read(self._thread, tenants.valid_key, key, now)
+            revoked: int | None = None
+            while revoked != self._revoked:
+                revoked = self._revoked
+                row = await self._read(self._thread, tenants.valid_key, key, now)
             if row is not None:
                 self._known[key] = row
         return row if row is not None and (row.expires is None or now < row.expires) else None
@@ -161,6 +168,7 @@ class Keys:
 
     def forget(self, key: str) -> None:
         """The key was revoked."""
+        self._revoked += 1
         self._known.pop(key, None)
 
     def close(self) -> None:
@@ -210,12 +218,18 @@ class ServiceContext:
     """Requests that are not answered whole yet, by tenant."""
     held_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes of request bodies in memory, by tenant."""
+    room: ResponseRoom = field(default_factory=ResponseRoom)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the service begins to stop, so that streams end and do not delay it."""
 
     deleted: DeletedCursors = field(default_factory=DeletedCursors)
     uploading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(UPLOADS_AT_ONCE, "upload"))
     """Threads that write what workers upload, each for as long as that takes."""
+
+    def revoked(self, key: str) -> None:
+        """The key of this hash is not valid any more, as is stored."""
+        self.keys.forget(key)
+        self.connections.cut(key)
 
     @property
     def threads(self) -> Writer:
@@ -252,13 +266,18 @@ async def service_context(connection: HTTPConnection) -> ServiceContext:
     return context
 
 
+def address_of(connection: HTTPConnection) -> str:
+    """That by which the limits of addresses count a request; empty where it has none."""
+    return source_of(connection.client.host) if connection.client is not None else ""
+
+
 async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = API) -> Caller:
     """The owner of the API key that a request or a WebSocket brings, looked up once. Raises :class:`Unauthorized` for a
     missing and for a wrong key, :class:`Forbidden` for a key of another role, :class:`TooManyRequests`."""
     caller: Caller | None = getattr(connection.state, "caller", None)
     service = await service_context(connection)
     if caller is None and (key := _key_hash(connection) or service.signins.key_of(connection)):
-        address = connection.client.host if connection.client is not None else ""
+        address = address_of(connection)
         async with _looked_up(service, address, key):
             row = await service.keys.find(key)
             if row is None and _key_text(connection).startswith(KEY_PREFIX):
@@ -293,6 +312,8 @@ async def admit(service: ServiceContext, connection: HTTPConnection, caller: Cal
     the APIs. Raises :class:`TooManyRequests`."""
     connection.state.caller = caller
     TENANT.set(caller.id)
+    if (slot := getattr(connection.state, "slot", None)) is not None:
+        service.connections.opened(slot, caller.key)
     is_request = connection.scope["type"] == "http"
     if is_request or caller.role in API:
         quotas = service.context.rooms.quotas
@@ -306,6 +327,15 @@ async def admit(service: ServiceContext, connection: HTTPConnection, caller: Cal
     return caller
 
 
+async def admit_ticket(service: ServiceContext, connection: HTTPConnection, ticket: str, digest: str) -> Caller:
+    """The tenant in whose name a download ticket for ``digest`` is used, whose request this is: without one, tickets
+    would do work that no tenant's limits count. Raises :class:`NotFound`, :class:`TooManyRequests`."""
+    tenant = service.controller.tickets.reader(ticket, digest)
+    if tenant is None:
+        raise NotFound("nothing at this address, or it has expired")
+    return await admit(service, connection, Caller(tenant, "tenant", ""))
+
+
 async def authenticate_agent(connection: HTTPConnection) -> AgentSession:
     """The session of the episode in a request's path, which its key opens; its tenant is the caller. Raises
     :class:`Unauthorized`, :class:`TooManyRequests`, :class:`~rookery.errors.Unavailable`, and
@@ -313,7 +343,7 @@ async def authenticate_agent(connection: HTTPConnection) -> AgentSession:
     service, key = await service_context(connection), _key_hash(connection)
     if not key:
         raise Unauthorized("no API key; send 'Authorization: Bearer tml-ep-…', the key of the episode")
-    address = connection.client.host if connection.client is not None else ""
+    address = address_of(connection)
     agents, episode = service.context.rooms.hosts.agents, str(connection.path_params["episode"])
     async with _looked_up(service, address, key, agent=True):
         tenant, session = await agents.find(episode, key, partial(service.keys.episode, key))
@@ -332,6 +362,23 @@ def refusal_of(row: KeyRow | None) -> str:
     day = time.strftime("%Y-%m-%d %H:%M", time.gmtime(when))
     label = f" {row.label!r}" if row.label else ""
     return f"the API key{label} {what} on {day} UTC; ask the administrator for a new one (rookery tenants key)"
+
+
+async def make_room(service: ServiceContext, request: Request, size: int = LARGE_BYTES) -> None:
+    """Returns when the response of an admitted request has room for ``size`` bytes, for which it asks once. It keeps as
+    many as it has until it is sent (:class:`~rookery.server.bodies.TimeKeeper`). Raises :class:`TooManyRequests`."""
+    if size > SMALL_BYTES:
+        await service.room.take(request.state.caller.id, size)
+        request.state.room = size
+
+
+def room_for(size: int = LARGE_BYTES) -> Any:
+    """For ``dependencies=[…]`` of a route whose response may be large, or is made of much: see :func:`make_room`."""
+
+    async def roomy(request: Request, service: Service, owner: Owner) -> None:
+        await make_room(service, request, size)
+
+    return Depends(roomy)
 
 
 def _open_request(service: ServiceContext, connection: HTTPConnection, tenant: str) -> None:

@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 
 from rookery.aio import cancel_all
-from rookery.children import interpreter
+from rookery.children import child_variables, interpreter
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import is_prepared, model_folder
@@ -59,6 +59,7 @@ class BaseModels:
             stdin=asyncio.subprocess.PIPE,  # never written to: it closes when this process ends
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
+            env=child_variables(),
             start_new_session=True,
         )
         try:

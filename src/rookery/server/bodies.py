@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rookery.aio import Portions
 from rookery.errors import shortage
+from rookery.network import source_of
 from rookery.server.connections import Slot
 from rookery.server.responses import retry_headers
 from rookery.settings import Settings
@@ -63,6 +66,13 @@ HEADERS = [
 
 BODY_RATE = 1024.0
 """Bytes per second that a body must have on average after ``body_seconds``: a slow mobile network has more."""
+
+READ_RATE = 16 << 10
+"""Bytes per second that a client must read, on average, of a response that is in memory."""
+
+SENT_BYTES = 64 << 10
+"""Of a whole response that are sent at once. uvicorn would take all of a response for sent, and the connection for one
+that waits for its next request, while the client has read nothing."""
 
 INLINE_BYTES = 32 << 10
 """A smaller body is parsed at once: a thread switch costs more."""
@@ -158,7 +168,7 @@ class BodyLimit:
 
 class TimeKeeper:
     """ASGI middleware that measures the service's time for each request and charges its tenant, or its address where no
-    key is valid, counts its end, and disconnects clients that do not read."""
+    key is valid, counts its end, releases its response's room, and disconnects clients that do not read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -173,7 +183,7 @@ class TimeKeeper:
         charges = service_time if scope["type"] == "http" else quotas.host_time
         state, early = scope.setdefault("state", {}), 0.0
         slot = state.get("slot")
-        address = (scope.get("client") or ("",))[0]
+        address = source_of((scope.get("client") or ("",))[0])
 
         def keyless() -> bool:
             """Whether it counts for its address. Workers sign their transfers, or have a ticket."""
@@ -222,9 +232,19 @@ class TimeKeeper:
             if scope["type"] != "http":
                 await send(message)
                 return
+            loop, stall = asyncio.get_running_loop(), service.connections.rules.stall_seconds
+            size = len(message.get("body", b""))
+            until = loop.time() + stall + size / READ_RATE
+            if message["type"] == "http.response.body" and state.get("room", 0) > size:
+                service.room.give(state["caller"].id, state["room"] - size)
+                state["room"] = size
+            portions = Portions()
             try:
-                async with asyncio.timeout(service.connections.rules.stall_seconds):
-                    await send(message)
+                for part in parts_of(message):
+                    async with asyncio.timeout_at(min(loop.time() + stall, until)):
+                        await send(part)
+                    if part is not message:
+                        await portions.pause()
             except TimeoutError:
                 service.refusals["readers_slow"] += 1
                 if connection is not None and connection.transport is not None:
@@ -236,10 +256,25 @@ class TimeKeeper:
         finally:
             if keyless():
                 quotas.keyless_time.spend(address, early)
+            if size := state.pop("room", 0):
+                service.room.give(state["caller"].id, size)
             if state.pop("open", False):
                 service.open_requests[state["caller"].id] -= 1
             if (account := state.get("account")) is not None:
                 service_time.end(state["caller"].id, account)
+
+
+def parts_of(message: Message) -> Iterator[Message]:
+    """A part of a response in pieces. The last one of a large response is empty: it is sent once the others are read,
+    but for some kilobytes."""
+    body = message.get("body", b"")
+    if len(body) <= SENT_BYTES:
+        yield message
+        return
+    for at in range(0, len(body), SENT_BYTES):
+        yield {**message, "body": body[at : at + SENT_BYTES], "more_body": True}
+    if not message.get("more_body", False):
+        yield {**message, "body": b"", "more_body": False}
 
 
 class SecurityHeaders:
@@ -370,7 +405,9 @@ def measure(body: bytes, items: int, depth: int, digits: int = DIGITS, name: str
 
 def parse(body: bytes, items: int, depth: int, decode: Callable[[bytes], Any] = msgspec.json.decode) -> Any:
     """The JSON value in ``body``, which has at most ``items`` commas and brackets, nested at most ``depth`` deep, and
-    numbers of at most :data:`DIGITS` digits, as ``decode`` reads it. Raises as :func:`read_json` does."""
+    numbers of at most :data:`DIGITS` digits, as ``decode`` reads it. A byte order mark, with which programs of
+    Windows begin a file, means nothing. Raises as :func:`read_json` does."""
+    body = body.removeprefix(BOM_UTF8)
     measure(body, items, depth)
     try:
         return decode(body)

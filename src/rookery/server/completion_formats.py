@@ -16,10 +16,11 @@ from typing import Any
 import msgspec
 
 from rookery import protocol
+from rookery.bounds import TOOLS
 from rookery.controller.prompts import PreparedPrompt
 from rookery.controller.rollout.request import SamplingResult
 from rookery.server.auth import ServiceContext
-from rookery.server.openai import TOOLS, CompletionOptions, CompletionRequest
+from rookery.server.openai import CompletionOptions, CompletionRequest
 from rookery.server.responses import event_data
 from rookery.tokenization.detokenizer import StreamingText, TokenBytes
 from rookery.tokenization.tool_calls import CallReader, ToolCall

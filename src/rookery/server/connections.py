@@ -5,6 +5,7 @@
   closed.
 * A connected worker or environment host is never closed for another connection and does not count for its address.
 * A WebSocket reads only small messages until its hello was accepted.
+* A key that is revoked ends the requests and WebSockets that it opened.
 * :data:`RESERVED_DESCRIPTORS` file descriptors stay free for workers, running jobs and the database.
 """
 
@@ -19,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import httptools
 import msgspec
@@ -28,6 +30,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame
 
 from rookery.errors import shortage
+from rookery.network import source_of
 
 DESCRIPTORS = 65536
 """Limit of open files that the service asks for; the system may allow fewer."""
@@ -56,8 +59,9 @@ FRAGMENTS, PINGS = 8192, 64
 and a ping or two in a minute."""
 
 
-QUEUED = 64
-"""Messages of a WebSocket that wait for the service before more of them are read: a read of the socket has 40,000."""
+QUEUED, QUEUED_BYTES = 64, 1 << 17
+"""Messages of a WebSocket that wait for the service before more of them are read, and their bytes: a read of the socket
+has 40,000. What waits is handled however late its tenant is: 64 messages of 100 kB take as long as its whole burst."""
 
 
 PIPELINED = 16
@@ -111,6 +115,8 @@ class Slot:
         self.transport = transport
         self.address = address
         self.idle = True
+        self.key = ""
+        """The hash of the key that its last request brought."""
         self._spend: Callable[[float], None] | None = None
         self._late: Callable[[], float] | None = None
         self._uncharged = CONNECTION_SECONDS
@@ -153,6 +159,8 @@ class Connections:
         """By address, oldest first, without welcomed peers."""
         self._sockets: dict[Slot, None] = {}
         """WebSockets that are not welcomed yet, oldest first."""
+        self._of_keys: dict[str, dict[Slot, None]] = {}
+        """By the key of the last request."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -178,6 +186,21 @@ class Connections:
             self._evict(self._sockets)
         self._sockets[slot] = None
 
+    def opened(self, slot: Slot, key: str) -> None:
+        """A request on the connection brought a valid key of this hash."""
+        if key != slot.key and slot.transport is not None:
+            self._forget_key(slot)
+            slot.key = key
+            self._of_keys.setdefault(key, {})[slot] = None
+
+    def cut(self, key: str) -> None:
+        """The key is revoked: requests and WebSockets that it opened end. A connection that waits for its next request
+        stays, since a proxy may have it for others."""
+        for slot in [slot for slot in self._of_keys.get(key, ()) if not slot.idle or slot in self._sockets]:
+            transport = slot.transport
+            self.release(slot)
+            transport.abort()
+
     def welcome(self, slot: Slot) -> None:
         """The WebSocket's hello was accepted."""
         slot.idle = False
@@ -186,8 +209,15 @@ class Connections:
 
     def end_flood(self, slot: Slot) -> None:
         """The connection brings a head or frames without end."""
+        self._end(slot, "connections_flooding")
+
+    def end_unread(self, slot: Slot) -> None:
+        """The client does not read the end of its response."""
+        self._end(slot, "readers_slow")
+
+    def _end(self, slot: Slot, reason: str) -> None:
         if slot.transport is not None:
-            self._refusals["connections_flooding"] += 1
+            self._refusals[reason] += 1
             slot.transport.abort()
             self.release(slot)
 
@@ -198,6 +228,13 @@ class Connections:
             self._count -= 1
             self._sockets.pop(slot, None)
             self._forget(slot)
+            self._forget_key(slot)
+
+    def _forget_key(self, slot: Slot) -> None:
+        mine = self._of_keys.get(slot.key, {})
+        mine.pop(slot, None)
+        if not mine:
+            self._of_keys.pop(slot.key, None)
 
     def _forget(self, slot: Slot) -> None:
         mine = self._open.get(slot.address, {})
@@ -230,6 +267,8 @@ class BoundedHttp(HttpToolsProtocol):
     """Received with the end of the handshake."""
     _fed = b""
     """The bytes that the parser reads now."""
+    _responses = 0
+    """After which the connection waited for its next request."""
     _last_answer: bytes | None = None
     """To a request that reaches no route. It waits for the responses to earlier ones and ends the connection."""
 
@@ -241,7 +280,7 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if self.slot is None:
             address = get_remote_addr(transport)
-            self.slot = self._bounds.admit(transport, address[0] if address else "")
+            self.slot = self._bounds.admit(transport, source_of(address[0]) if address else "")
             if self.slot is None:
                 transport.abort()
                 return
@@ -293,11 +332,14 @@ class BoundedHttp(HttpToolsProtocol):
             self._bounds.end_flood(self.slot)
 
     def _should_upgrade(self) -> bool:
-        """A WebSocket begins with GET and has no body (RFC 6455, section 4.1). A request for any other protocol is
-        answered as if it did not ask for one (RFC 9110, section 7.8): Java's client and ``curl --http2`` ask for h2c
-        with every POST."""
+        """A WebSocket begins with GET and has no body (RFC 6455, section 4.1), and few paths take one. A request for
+        any other protocol is answered as if it did not ask for one (RFC 9110, section 7.8): Java's client and ``curl
+        --http2`` ask for h2c with every POST, and a proxy may set ``Upgrade: websocket`` in every request."""
         has_body = any(name in BODY_HEADERS and value.strip() != b"0" for name, value in self.headers)
-        return bool(self.scope["method"] == "GET" and not has_body and super()._should_upgrade())
+        if self.scope["method"] != "GET" or has_body or not super()._should_upgrade():
+            return False
+        path = unquote((httptools.parse_url(self.url).path or b"").decode("ascii"))
+        return path.removesuffix("/") in self.config.app.state.sockets  # type: ignore[union-attr]
 
     def _unsupported_upgrade_warning(self) -> None:
         """The parser ends after the head of a request that asks for another protocol. A new one reads the same request
@@ -364,9 +406,19 @@ class BoundedHttp(HttpToolsProtocol):
         last = not self.pipeline
         if self.slot is not None and last:
             self.slot.idle = True
+            self._responses += 1
+            if self.transport.get_write_buffer_size():
+                self.loop.call_later(self._bounds.rules.stall_seconds, self._abort_unread, self._responses)
         super().on_response_complete()
         if last:
             self._send_last_answer()
+
+    def _abort_unread(self, responses: int) -> None:
+        """The client has had time to read the end of the response with this number, which may be its last: asyncio
+        would wait for it for ever, also to close the connection."""
+        slot = self.slot
+        if slot is not None and slot.idle and self._responses == responses and self.transport.get_write_buffer_size():
+            self._bounds.end_unread(slot)
 
     def handle_websocket_upgrade(self) -> None:
         if self.slot is None:
@@ -408,6 +460,8 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         self._turn: asyncio.Handle | None = None
         """The next reading of ``_unread``."""
         self._pings = 0
+        self._queued_bytes = 0
+        """Of the messages that wait for the service."""
         self.conn.max_message_size = HELLO_BYTES
 
     def welcomed(self, most: int) -> None:
@@ -443,7 +497,9 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
             self.transport.resume_reading()
 
     def _may_read(self) -> bool:
-        return bool(self._unread) and not self.transport.is_closing() and self.queue.qsize() < QUEUED
+        room = self.queue.qsize() < QUEUED and self._queued_bytes < QUEUED_BYTES
+        discarded = self.close_sent  # nobody takes them, and the peer's own close comes after them
+        return bool(self._unread) and (room or discarded) and not self.transport.is_closing()
 
     def _read_on(self) -> None:
         """Reading was paused, and goes on."""
@@ -474,13 +530,16 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
 
     def send_receive_event_to_app(self) -> None:
         self._pings = 0
+        self._queued_bytes += sum(map(len, self.frames))
         super().send_receive_event_to_app()
 
     async def receive(self) -> Any:
         message = await self.queue.get()
-        if self.read_paused and self.queue.empty():
-            self.read_paused = False
-            self._read_on()
+        if self.queue.empty():
+            self._queued_bytes = 0
+            if self.read_paused:
+                self.read_paused = False
+                self._read_on()
         return message
 
     async def send(self, message: Any) -> None:

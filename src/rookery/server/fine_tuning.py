@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from rookery.bounds import Line, SmallJson
+from rookery.bounds import GivenModel, Line, SmallJson
 from rookery.controller.views import NUMBER, JobView, VersionView
 from rookery.environments.verifiers.graders import (
     GRADER_TYPES,
@@ -66,7 +66,7 @@ def _chosen(value: Any) -> Any:
 AUTO = BeforeValidator(_chosen)
 
 
-class _Arguments(BaseModel):
+class _Arguments(GivenModel):
     model_config = ConfigDict(extra="forbid")
 
 

@@ -40,8 +40,9 @@ inspect.signature({FUNCTION}).bind(None, None)
 class GraderTrials:
     """For one event loop; blocking methods run in ``threads``."""
 
-    def __init__(self, isolation: Isolation, judges: str) -> None:
+    def __init__(self, isolation: Isolation, judges: str, answer_seconds: float = ANSWER_SECONDS) -> None:
         """``isolation`` and ``judges`` are the settings of the service."""
+        self._answer_seconds = answer_seconds
         self._sandbox = Sandbox(isolation, confinements=TRIALS - 1)
         self.judges = parse_judges(judges)
         self.threads = TenantThreads(TRIALS, "grader")
@@ -68,9 +69,9 @@ class GraderTrials:
         try:
             if self._closed:
                 raise CancelledError
-            return answer.result(timeout=ANSWER_SECONDS)
+            return answer.result(timeout=self._answer_seconds)
         except TimeoutError:
-            raise ModelSilent(f"the model does not answer within {ANSWER_SECONDS:.0f} s") from None
+            raise ModelSilent(f"the model does not answer within {self._answer_seconds:.0f} s") from None
         except CancelledError:
             raise ModelSilent("the service stops") from None
         finally:

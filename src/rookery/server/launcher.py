@@ -39,8 +39,11 @@ from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
 from rookery.controller.completions import ANSWER_TOKENS
 from rookery.controller.controller import Controller
-from rookery.controller.job_sinks import parse_sinks
+from rookery.controller.job_sinks import SINK_RULES, SinkRules, parse_sinks
+from rookery.controller.options import ControllerOptions, LocalWorkers
+from rookery.controller.planned import plan_to_follow
 from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
+from rookery.controller.services import Threads
 from rookery.controller.sessions.times import SESSION_TIMES, SessionTimes
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.foreign.games import parse_games
@@ -48,8 +51,9 @@ from rookery.environments.foreign.verifiers import parse_verifiers
 from rookery.environments.judges import parse_judges
 from rookery.environments.rules import EnvironmentRules
 from rookery.environments.sandbox.sandbox import find as find_sandbox
-from rookery.errors import RookeryError, Unavailable, UserError, shortages
+from rookery.errors import RookeryError, Unavailable, UserError, shortages, unusable
 from rookery.folders import usable_cache
+from rookery.network import FollowingContext, dialled_host, join_address
 from rookery.server.app import build, standby
 from rookery.server.auth import REFUSALS, FailedKeys, Keys, ServiceContext
 from rookery.server.base_models import BaseModels
@@ -65,8 +69,7 @@ from rookery.server.grader_trials import GraderTrials
 from rookery.server.readiness import Readiness
 from rookery.server.schema_checks import SchemaChecks
 from rookery.server.signin import SignIns
-from rookery.settings import ServerSettings, Settings, variable_notes
-from rookery.spec.fleet import read_plan
+from rookery.settings import ClusterSettings, ServerSettings, Settings, variable_notes
 from rookery.storage.artifacts import Artifacts, Place
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
 from rookery.storage.db import Database, DatabaseInUse
@@ -74,7 +77,7 @@ from rookery.storage.models import KeyRole
 from rookery.storage.opening import artifacts_at, open_artifacts
 from rookery.storage.place import HOLD_SECONDS, WATCH_SECONDS, Lease, PlaceInUse, incarnation
 from rookery.storage.repositories import tenants
-from rookery.storage.store import StorageWriter, Store
+from rookery.storage.store import StorageWriter, Store, TransferThreads
 from rookery.telemetry.log import file_handler, logging_to, terminal_handler
 from rookery.telemetry.metrics import check_sinks
 from rookery.tokenization.registry import resolve, usable
@@ -107,10 +110,15 @@ COLLECTIONS = (2000, 10, 50)
 """Thresholds of the garbage collector. A full collection looks at all objects that were made since the start: 60 ms
 with 600 open requests. With these it comes after a million objects that stay, not after 70,000."""
 
+TRANSFERS = 6
+"""Tenants whose artifacts are stored, verified and deleted at the same time, less one. One that the place of the
+artifacts keeps waiting, or with gigabytes, holds up none of the others; a file in an object store takes up to 20 MB of
+memory on its way there."""
+
 CHECKERS = 3
 """Tenants whose environments and datasets are checked at the same time, less one; each check is a process."""
 
-SENDERS = 4
+SENDERS = 16
 """Tenants whose sinks are written at the same time, less one, in threads of their own: a slow sink delays nothing
 else."""
 
@@ -141,6 +149,7 @@ class ServiceRules:
     edge: EdgeRules = EDGE_RULES
     rollouts: RolloutRules = ROLLOUT_RULES
     sessions: SessionTimes = SESSION_TIMES
+    sinks: SinkRules = SINK_RULES
     answer_tokens: int = ANSWER_TOKENS
 
 
@@ -169,7 +178,8 @@ class Service:
         self._closing = asyncio.Event()
 
     async def start(self) -> None:
-        """Raises :class:`UserError` for a problem that a person can fix: the port, the data folder, a setting."""
+        """Raises :class:`UserError` for a problem that a person can fix: the port, the data folder, a setting;
+        :class:`Unavailable` where a later start can succeed, such as one after the start of the database."""
         try:
             await self._start()
         except BaseException:
@@ -207,7 +217,7 @@ class Service:
         settings = self.settings.replace(models=",".join(models))
         for model in models:
             usable(settings.cache, model, settings.engine.inference_engine, settings.training.trainer)
-        plan = read_plan(Path(settings.server.plan)) if settings.server.plan else None
+        plan = plan_to_follow(Path(settings.server.plan)) if settings.server.plan else None
         opened = self._stack
         folder = opened.enter_context(DataFolder(settings.data))
         handlers = [*self._handlers, file_handler(folder.logs / "service.jsonl")]
@@ -215,7 +225,7 @@ class Service:
         listening = opened.enter_context(_listen(settings.server.host, settings.server.port))
         tls = _tls(settings.server)
         scheme = "http" if tls is None else "https"
-        self.url = f"{scheme}://{_reachable(settings.server.host)}:{listening.getsockname()[1]}"
+        self.url = join_address(scheme, dialled_host(settings.server.host), listening.getsockname()[1])
 
         database = Database(settings.server.database or folder.database_url)
         opened.callback(database.close)
@@ -235,7 +245,7 @@ class Service:
         opened.callback(writer.close)
         self.admin_key, worker_token = folder.admin_key(), folder.worker_token()
         await asyncio.to_thread(_register_keys, database, folder, ids.new("tenant"), clock.time())
-        transfers = StorageWriter("transfers")
+        transfers = TransferThreads(TRANSFERS)
         readers, threads = TenantThreads(READERS, "reader"), TenantThreads(WORKERS, "work")
         opened.push_async_callback(close_within, readers.close, "reads")
         opened.push_async_callback(close_within, threads.close, "work of tenants")
@@ -271,19 +281,16 @@ class Service:
             ids=ids,
             chat=base_models.chat,
             check_environment=checks.validate,
-            provide=cluster.provide,
-            release=cluster.release,
-            scale=cluster.scale,
             jobs_folder=folder.jobs,
-            threads=threads,
-            encoders=encoders,
-            openers=openers,
-            checkers=checkers,
-            senders=senders,
-            plan=plan,
-            rollout_rules=self._rules.rollouts,
-            session_times=self._rules.sessions,
-            answer_tokens=self._rules.answer_tokens,
+            options=ControllerOptions(
+                workers=LocalWorkers(provide=cluster.provide, release=cluster.release, scale=cluster.scale),
+                threads=Threads(work=threads, encoders=encoders, openers=openers, checkers=checkers, senders=senders),
+                plan=plan,
+                rollout_rules=self._rules.rollouts,
+                session_times=self._rules.sessions,
+                sink_rules=self._rules.sinks,
+                answer_tokens=self._rules.answer_tokens,
+            ),
         )
         quotas = controller.context.rooms.quotas
         readers.spent = threads.spent = encoders.spent = openers.spent = quotas.service_time.spend
@@ -323,7 +330,8 @@ class Service:
             await asyncio.to_thread(database.claim)
             return
         except Unavailable as error:
-            raise UserError(f"the database cannot be opened: {error.detail or error}") from None
+            kind: type[RookeryError] = UserError if database.stays_away(error) else Unavailable
+            raise kind(f"the database cannot be opened: {error.detail or error}") from None
         except DatabaseInUse:
             if not (self._may_wait and self.settings.server.artifacts_url):
                 raise
@@ -343,12 +351,15 @@ class Service:
 
     @staticmethod
     async def _renew_claim(database: Database) -> None:
-        """Renew the claim on the database. Raises :class:`UserError` when another service has claimed it while it could
-        not be reached from here."""
+        """Renew the claim on the database. Raises :class:`Unavailable` when another service has claimed it while it
+        could not be reached from here: started again, this one can be its standby."""
         while True:
             await asyncio.sleep(CLAIM_SECONDS)
-            with contextlib.suppress(Unavailable), shortages():  # callers of the database report it
-                await asyncio.to_thread(database.claim)
+            try:
+                with contextlib.suppress(Unavailable), shortages():  # callers of the database report it
+                    await asyncio.to_thread(database.claim)
+            except DatabaseInUse as error:
+                raise Unavailable(str(error)) from None
 
     @staticmethod
     async def _serve(
@@ -497,6 +508,20 @@ def _check_database(settings: Settings) -> None:
         Database(settings.server.database).close()
 
 
+def _check_scale(settings: Settings) -> None:
+    least, most, fixed = settings.cluster.scale_min, settings.cluster.scale_max, settings.server.workers
+    if most == 0 and least != ClusterSettings.model_fields["scale_min"].default:
+        raise UserError(
+            f"ROOKERY_SCALE_MIN is {least}, but the number of workers changes with ROOKERY_SCALE_MAX alone; set that"
+            " too, or unset ROOKERY_SCALE_MIN"
+        )
+    if 0 < most < fixed:
+        raise UserError(
+            f"ROOKERY_SCALE_MAX is {most}, but the {fixed} workers per model of ROOKERY_WORKERS always stay; set it to"
+            f" 0 or at least {fixed}"
+        )
+
+
 def _check_sandbox(settings: Settings) -> None:
     if settings.server.sandbox == "gvisor":
         find_sandbox(settings.server.sandbox)
@@ -505,8 +530,9 @@ def _check_sandbox(settings: Settings) -> None:
 SETTING_CHECKS: tuple[Callable[[Settings], object], ...] = (
     check_sinks,
     _check_database,
+    _check_scale,
     _check_sandbox,
-    lambda settings: settings.server.plan and read_plan(Path(settings.server.plan)),
+    lambda settings: settings.server.plan and plan_to_follow(Path(settings.server.plan)),
     lambda settings: parse_judges(settings.server.judges),
     lambda settings: parse_sinks(settings.server.sinks),
     lambda settings: parse_verifiers(settings.server.verifiers),
@@ -516,14 +542,16 @@ SETTING_CHECKS: tuple[Callable[[Settings], object], ...] = (
 
 
 def _check_place(database: Database, place: Place, folder: DataFolder) -> None:
-    """Raises :class:`UserError` where the artifacts are not those of the database. It comes before the claim: a service
-    with a wrong data folder must not take the database from the right one, however often it starts."""
+    """Raises :class:`UserError` where the artifacts are not those of the database, :class:`Unavailable` where either
+    does not answer now. It comes before the claim: a service with a wrong data folder must not take the database from
+    the right one, however often it starts."""
     try:
         artifacts_at(place, folder.artifacts).inspect(database.owner())
     except Unavailable as error:
-        raise UserError(f"the service cannot start: {error}{error.detail and f' ({error.detail})'}") from None
+        kind: type[RookeryError] = UserError if database.stays_away(error) else Unavailable
+        raise kind(f"the service cannot start: {error}{error.detail and f' ({error.detail})'}") from None
     except OSError as error:
-        raise UserError(
+        raise unusable(error)(
             f"the artifacts cannot be read: {error}; set ROOKERY_ARTIFACTS_URL to a place that can"
         ) from None
 
@@ -559,22 +587,24 @@ async def _renew_hold(artifacts: Artifacts, lease: Lease) -> None:
 
 
 def _tls(settings: ServerSettings) -> ssl.SSLContext | None:
-    """The service's certificate; None without one. Raises :class:`UserError`."""
-    if not settings.tls_cert:
+    """The service's certificate, followed where its files change; None without one. Raises :class:`UserError`."""
+    certificate, key = settings.tls_cert, settings.tls_key
+    if not certificate:
         return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    usual = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    files = (certificate, key) if key else (certificate,)
     try:
-        context.load_cert_chain(settings.tls_cert, settings.tls_key or None)
+        return FollowingContext(usual, files, lambda context: context.load_cert_chain(certificate, key or None))
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"the certificate {settings.tls_cert} cannot be used with its key ({reason})") from None
-    return context
+        raise UserError(f"the certificate {certificate} cannot be used with its key ({reason})") from None
 
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        dual = host == "::" and socket.has_dualstack_ipv6()
+        listening = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
         # Inherited by connections. Else the body of a response waits for the acknowledgement of its headers, 40 ms.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
@@ -586,12 +616,3 @@ def _listen(host: str, port: int) -> socket.socket:
                 f"port {port} on {host} is in use; stop the process that listens there, or give another one with --port"
             ) from None
         raise UserError(f"cannot listen on {host}:{port} ({error.strerror}); give another --host or --port") from None
-
-
-def _reachable(host: str) -> str:
-    """An address of this machine at which a listener on ``host`` can be reached."""
-    if host in ("0.0.0.0", ""):
-        return "127.0.0.1"
-    if host == "::":
-        return "[::1]"
-    return f"[{host}]" if ":" in host else host

@@ -6,9 +6,9 @@ requests the default behaviour.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator
 
@@ -22,6 +22,8 @@ from rookery.bounds import (
     SETTINGS,
     STOP_TEXT,
     STOP_TEXTS,
+    TOOLS,
+    GivenModel,
     Integer,
     JsonSize,
     Line,
@@ -57,6 +59,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "stream_options.continuous_usage_stats": (False,),
+    "text.verbosity": ("medium",),
 }
 """Unsupported arguments with the values of each that request the default behaviour. Null does so for all."""
 
@@ -75,6 +78,10 @@ IGNORED = {
 """Arguments that do not concern the response."""
 
 
+NOTHING: tuple[Any, ...] = (None, "", [])
+"""Values of unknown fields within a request that ask for nothing."""
+
+
 class UnsupportedField(UserError):
     """The refusal of an argument, which ``param`` names."""
 
@@ -84,11 +91,40 @@ class UnsupportedField(UserError):
         self.code = code
 
 
-class OpenAIModel(BaseModel):
-    """Base of the request models: unknown fields are kept, and :func:`refuse_unsupported` checks them."""
+class OpenAIModel(GivenModel):
+    """Base of the request models: unknown fields are kept, and :func:`refuse_unsupported` checks them, also those of
+    the models within."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, SmallJson]
+
+    sent_back: ClassVar[frozenset[str]] = frozenset()
+    """Unknown fields that clients send and that change nothing."""
+
+    @property
+    def unread(self) -> dict[str, Any]:
+        """The fields that have a value, and that nothing reads."""
+        extra = self.model_extra or {}
+        return {name: value for name, value in extra.items() if name not in self.sent_back and value not in NOTHING}
+
+    def unread_within(self, where: str = "") -> Iterator[tuple[str, Any]]:
+        """The unread fields of the models within, by their paths in a request."""
+        for name, field in type(self).model_fields.items():
+            value, path = getattr(self, name), f"{where}{field.alias or name}"
+            inner = [(path, value)]
+            if isinstance(value, list):
+                if not value or not isinstance(value[0], OpenAIModel):  # a prompt may be 200,000 token ids
+                    continue
+                inner = [(f"{path}.{number}", one) for number, one in enumerate(value)]
+            for at, one in inner:
+                if isinstance(one, OpenAIModel):
+                    yield from ((f"{at}.{unread}", given) for unread, given in one.unread.items())
+                    yield from one.unread_within(f"{at}.")
+
+    @property
+    def unknown(self) -> dict[str, Any]:
+        """The fields of the request, and of the models in it, that these models do not have, by their paths."""
+        return {**(self.model_extra or {}), **dict(self.unread_within())}
 
 
 class OpenAIError(BaseModel):
@@ -116,12 +152,6 @@ BIASES = 1024
 
 LIKELIEST = 20
 """The most tokens that come with each token's log-probability, as in OpenAI's API."""
-
-
-def unknown_of(where: str, options: OpenAIModel | None) -> dict[str, Any]:
-    """The unknown fields of the options that stand at ``where`` in a request, by their paths."""
-    extra = options.model_extra if options is not None else None
-    return {f"{where}.{name}": value for name, value in (extra or {}).items()}
 
 
 class CompletionOptions(OpenAIModel):
@@ -168,11 +198,6 @@ class CompletionOptions(OpenAIModel):
         return value
 
     @property
-    def unknown(self) -> dict[str, Any]:
-        """The fields of the request, and of the options in it, that these models do not have, by their paths."""
-        return {**(self.model_extra or {}), **unknown_of("stream_options", self.stream_options)}
-
-    @property
     def likeliest(self) -> int:
         """How many likeliest tokens are returned with each token."""
         return 0
@@ -211,21 +236,24 @@ class CompletionOptions(OpenAIModel):
 
 SmallObject = Annotated[dict[str, Any], JsonSize(SETTINGS)]
 
-TOOLS = 128
-"""Tools of one request, and calls of one message, as in OpenAI's API."""
-
 
 class TextPart(OpenAIModel):
+    sent_back = frozenset({"annotations", "logprobs", "cache_control"})
+
     type: Literal["text"]
     text: Text
 
 
 class CalledFunction(OpenAIModel):
+    sent_back = frozenset({"parsed_arguments"})  # of SDKs that read the arguments
+
     name: Name = Field(min_length=1)
     arguments: Text
 
 
 class MessageToolCall(OpenAIModel):
+    sent_back = frozenset({"index"})  # of the pieces of a stream
+
     id: Name | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -253,8 +281,14 @@ def read_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
                 function["arguments"] = arguments
 
 
-CONTEXT_FIELDS = {"tool": {"tool_call_id", "name"}, "assistant": {"name", "refusal", "reasoning_content", "reasoning"}}
+CONTEXT_FIELDS = {
+    "tool": {"tool_call_id", "name"},
+    "assistant": {"name", "refusal", "reasoning_content", "reasoning", "parsed"},
+}
 """Fields of a message, by its role, that clients send back and templates do not write."""
+
+NAMED = ("system", "developer", "user")
+"""Roles of messages whose ``name``, that of a participant, templates get: few write it."""
 
 
 class ConversationMessage(OpenAIModel):
@@ -273,13 +307,21 @@ class ConversationMessage(OpenAIModel):
                 raise ValueError(f"part {number} is of the type {short(str(kind))}; the models here read text alone")
         return value
 
+    @property
+    def unread(self) -> dict[str, Any]:
+        known = CONTEXT_FIELDS.get(self.role, {"name"} if self._name else ())
+        given = {name: value for name, value in (self.model_extra or {}).items() if value and name not in known}
+        # litellm sends a mapping of nulls back
+        return {name: value for name, value in given.items() if not isinstance(value, dict) or any(value.values())}
+
+    @property
+    def _name(self) -> str:
+        """The name of the participant; empty without one."""
+        name = (self.model_extra or {}).get("name")
+        return name if isinstance(name, str) else ""
+
     def for_template(self, where: str) -> dict[str, Any]:
         """The message as chat templates expect it. Raises :class:`UnsupportedField`."""
-        for name, value in (self.model_extra or {}).items():
-            if value and name not in CONTEXT_FIELDS.get(self.role, ()):
-                raise UnsupportedField(
-                    f"{where}.{name} is not supported: leave it out", f"{where}.{name}", "unknown_parameter"
-                )
         if self.tool_calls and self.role != "assistant":
             raise UnsupportedField(f"{where}.tool_calls: only the assistant calls tools", f"{where}.tool_calls")
         if self.content is None and not self.tool_calls:
@@ -291,6 +333,8 @@ class ConversationMessage(OpenAIModel):
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.role in NAMED and self._name:
+            message["name"] = self._name
         if self.role == "tool":
             extra = self.model_extra or {}
             message |= {name: extra[name] for name in ("tool_call_id", "name") if isinstance(extra.get(name), str)}
@@ -305,6 +349,8 @@ class FunctionDefinition(OpenAIModel):
 
 
 class ToolDefinition(OpenAIModel):
+    sent_back = frozenset({"strict", "cache_control"})
+
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -351,12 +397,6 @@ class ChatRequest(CompletionOptions):
     @classmethod
     def _has_few_parts(cls, value: Any) -> Any:
         return check_parts(value, "content", "tool_calls")
-
-    @property
-    def unknown(self) -> dict[str, Any]:
-        form = self.response_format
-        schema = unknown_of("response_format.json_schema", form.json_schema if form is not None else None)
-        return {**super().unknown, **unknown_of("response_format", form), **schema}
 
     @property
     def likeliest(self) -> int:

@@ -14,27 +14,27 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from rookery.bounds import CONVERSATION, INTEGER, Line, Name, SmallJson, Text, check_parts
+from rookery.bounds import CONVERSATION, INTEGER, TOOLS, Line, Name, Text, check_parts
 from rookery.errors import short
 from rookery.server.auth import ServiceContext
 from rookery.server.completion_formats import Choice, reply_bytes, token_entries
 from rookery.server.openai import (
     IGNORED,
     LIKELIEST,
-    TOOLS,
     ChatRequest,
     OpenAIModel,
     ReplyFormat,
     SmallObject,
     UnsupportedField,
     refuse_unsupported,
-    unknown_of,
 )
 from rookery.server.responses import event_data, first_problem, named_steps
 from rookery.spec.policy import Temperature
 
 
 class InputPart(OpenAIModel):
+    sent_back = frozenset({"annotations", "logprobs", "cache_control"})
+
     type: Literal["input_text", "output_text", "text", "refusal"]
     text: Text
 
@@ -56,8 +56,18 @@ def _as_parts(value: Any) -> Any:
 Parts = Annotated[list[InputPart], Field(max_length=1000, fail_fast=True), BeforeValidator(_as_parts)]
 
 
+_READ = {
+    "message": {"type", "role", "content"},
+    "function_call": {"type", "call_id", "name", "arguments"},
+    "function_call_output": {"type", "call_id", "name", "output"},
+}
+"""Fields of an item by its type."""
+
+
 class InputItem(OpenAIModel):
     """A message, a call of a function, its output, or reasoning, which no template writes."""
+
+    sent_back = frozenset({"id", "status", "phase"})
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -73,6 +83,12 @@ class InputItem(OpenAIModel):
         """Items of reasoning have other forms and sizes, and are not read."""
         unread = isinstance(value, dict) and value.get("type") == "reasoning"
         return {"type": "reasoning"} if unread else value
+
+    @property
+    def unread(self) -> dict[str, Any]:
+        others = type(self).model_fields.keys() - _READ.get(self.type, set())
+        given = {name: value for name in sorted(others & self.model_fields_set) if (value := getattr(self, name))}
+        return {**super().unread, **(given if self.type in _READ else {})}
 
 
 class ResponseTool(OpenAIModel):
@@ -98,6 +114,10 @@ class TextFormatOption(OpenAIModel):
 
 class TextOptions(OpenAIModel):
     format: TextFormatOption | None = None
+
+
+class ResponseStreamOptions(OpenAIModel):
+    include_obfuscation: bool | None = Field(None, description="No effect: nothing is obfuscated")
 
 
 def _as_items(value: Any) -> Any:
@@ -134,7 +154,7 @@ class ResponsesRequest(OpenAIModel):
     max_output_tokens: int | None = Field(None, ge=1, le=INTEGER)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
-    stream_options: SmallJson | None = None
+    stream_options: ResponseStreamOptions | None = None
     store: bool | None = Field(None, description="No effect: nothing is stored")
     include: Annotated[list[Name], Field(max_length=20)] | None = None
 
@@ -145,17 +165,13 @@ class ResponsesRequest(OpenAIModel):
     def as_chat(self) -> ChatRequest:
         """Raises :class:`UnsupportedField`."""
         extra = {name: value for name, value in (self.model_extra or {}).items() if not _neutral(name, value)}
-        refuse_unsupported(extra)
+        refuse_unsupported({**extra, **dict(self.unread_within())})
         for name in self.include or []:
             if name not in ("reasoning.encrypted_content", "message.output_text.logprobs"):
                 raise UnsupportedField(f"include: {name} is not supported: leave it out", "include")
         choice: Any = self.tool_choice
         if isinstance(choice, NamedResponseTool):
             choice = {"type": "function", "function": {"name": choice.name}}
-        form = self.text.format if self.text is not None else None
-        for name, value in {**unknown_of("text", self.text), **unknown_of("text.format", form)}.items():
-            if value is not None and (name, value) != ("text.verbosity", "medium"):
-                raise UnsupportedField(f"{name} is not supported: leave it out", name, "unsupported_parameter")
         if self.top_logprobs and not self.logprobs:
             raise UnsupportedField("top_logprobs needs include: ['message.output_text.logprobs']", "top_logprobs")
         plain = {
@@ -229,7 +245,8 @@ class ResponsesRequest(OpenAIModel):
                 assistant = None
             if item.type == "function_call_output":
                 content = _text(item.output, f"{field}.output")
-                yield field, {"role": "tool", "tool_call_id": item.call_id, "content": content}
+                name = {"name": item.name} if item.name else {}
+                yield field, {"role": "tool", "tool_call_id": item.call_id, **name, "content": content}
             elif item.role is None:
                 raise UnsupportedField(f"{field}.role: a message needs one", f"{field}.role")
             else:
@@ -251,7 +268,7 @@ def _text(value: list[InputPart] | None, field: str) -> str:
 def _neutral(name: str, value: Any) -> bool:
     """Whether a further argument asks for what happens anyhow."""
     if name == "reasoning":
-        return not isinstance(value, dict) or all(x in (None, "none", "auto") for x in value.values())
+        return value is None or (isinstance(value, dict) and all(x in (None, "none", "auto") for x in value.values()))
     neutral = {"truncation": ("disabled",), "background": (False,), "service_tier": ("auto", "default")}
     return value is None or name in IGNORED or value in neutral.get(name, ())
 

@@ -17,9 +17,12 @@ PATIENCE_SECONDS = 2.0
 
 
 class Readiness:
-    def __init__(self, ask: Callable[[], Awaitable[object]], clock: Clock) -> None:
+    def __init__(
+        self, ask: Callable[[], Awaitable[object]], clock: Clock, patience_seconds: float = PATIENCE_SECONDS
+    ) -> None:
         """``ask`` returns when the database answers and raises :class:`RookeryError` if it does not."""
         self._ask = ask
+        self._patience = patience_seconds
         self._clock = clock
         self._lock = asyncio.Lock()
         self._asked: asyncio.Future[object] | None = None
@@ -37,7 +40,7 @@ class Readiness:
 
     async def _find(self) -> str:
         asked = self._asked = self._asked or asyncio.ensure_future(self._ask())
-        await asyncio.wait([asked], timeout=PATIENCE_SECONDS)
+        await asyncio.wait([asked], timeout=self._patience)
         if not asked.done():
             return "the database does not answer in time"
         self._asked = None

@@ -282,8 +282,8 @@ def named_steps(loc: Sequence[int | str], given: Any, kind: str) -> list[str]:
 
 def compression_of(request: Request) -> str:
     """Why a compressed body is refused; empty for one that is not compressed."""
-    coding = request.headers.get("content-encoding", "identity")
-    if coding == "identity":
+    coding = request.headers.get("content-encoding", "").strip()
+    if coding.lower() in ("", "identity"):
         return ""
     return f"the body has Content-Encoding {short(coding)}, which is not read; send it uncompressed"
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
-from rookery.bounds import CONVERSATION, GIVEN_NAME, METRICS, STOP_TEXTS, Line, Name, StopText, Text
+from rookery.bounds import CONVERSATION, GIVEN_NAME, METRICS, STOP_TEXTS, GivenModel, Line, Name, StopText, Text
 from rookery.controller.views import CostView, RunView
 from rookery.protocol import MOST_POLICIES
 from rookery.spec.parsing import MAX_PROBLEMS
@@ -155,7 +155,7 @@ class UsagePage(BaseModel):
     total: int = Field(description="Jobs on all pages")
 
 
-class RequestModel(BaseModel):
+class RequestModel(GivenModel):
     """Base of the request models: an unknown field is refused."""
 
     model_config = ConfigDict(extra="forbid")
@@ -168,7 +168,12 @@ class RequestModel(BaseModel):
         return data
 
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
+def _outcome(value: Any) -> Any:
+    """An outcome may be said with true or false, as an environment's ``Step`` takes it."""
+    return float(value) if isinstance(value, bool) else value
+
+
+OutcomeNumber = Annotated[float, BeforeValidator(_outcome)]
 
 
 class EpisodeOpening(RequestModel):
@@ -189,9 +194,9 @@ class EpisodeOpened(BaseModel):
 
 
 class EpisodeEnd(RequestModel):
-    reward: Number = Field(description="Every policy that replied gets it")
-    metrics: dict[Name, Number] = Field(default_factory=dict, max_length=METRICS)
-    rewards: dict[Name, Number] = Field(
+    reward: OutcomeNumber = Field(description="Every policy that replied gets it")
+    metrics: dict[Name, OutcomeNumber] = Field(default_factory=dict, max_length=METRICS)
+    rewards: dict[Name, OutcomeNumber] = Field(
         default_factory=dict, max_length=MOST_POLICIES, description="By policy, in addition to ``reward``"
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rookery.folders import temporary_folder
 from rookery.scheduling.plan.predict import PLAYS, Device, Role, devices_of, role_of
 from rookery.simulation.clock import run
 from rookery.simulation.fakes.service import MEMORY, SimulatedService, modelled_job
@@ -30,7 +30,7 @@ WARM_UP = 3
 def simulate_plan(plan: Plan, *, steps: int = 6, seed: int = 0) -> float:
     """Simulated seconds of a round, in which every policy does one optimizer step: the mean over the rounds after
     :data:`WARM_UP` of one run, of the slowest policy. All jobs have the reply lengths of the first one."""
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+    with temporary_folder(at=MEMORY) as folder:
         return run(_play(plan, steps, seed, Path(folder)))
 
 
@@ -38,7 +38,10 @@ async def _play(plan: Plan, steps: int, seed: int, folder: Path) -> float:
     plan = plan.model_copy(update={"model": ""})  # simulated workers have another one
     machines = {device.name: device.machine for device in devices_of(plan.fleet)}
     started = [
-        Device(worker.name, machines[worker.name].model_copy(update={"rows": worker.max_rows}))
+        Device(
+            worker.name,
+            machines[worker.name].model_copy(update={"rows": worker.max_rows, "train_slice": worker.slice_tokens}),
+        )
         for worker in plan.workers
     ]
     roles = [role_of(worker.roles) for worker in plan.workers]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from rookery.controller.rollout.request import InflightRequest
 from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
 from rookery.controller.rollout.scheduler import NO_DETAILS, Details, RolloutScheduler
 from rookery.errors import UserError
+from rookery.folders import temporary_folder
 from rookery.scheduling.offload import OffloadPlanner
 from rookery.settings import Settings
 from rookery.simulation.clock import EPOCH, run
@@ -161,7 +161,7 @@ class ReplayResult:
 
 def replay(scenario: Scenario, mode: Mode) -> ReplayResult:
     """Run ``mode`` to the trace's end, or until every job has ended."""
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+    with temporary_folder(at=MEMORY) as folder:
         return run(_play(scenario, mode, Path(folder)))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from rookery.errors import UserError, short
+from rookery.errors import UserError, short, single_line
 from rookery.spec import values
 
 MAX_NODES = 2_000_000
@@ -48,7 +48,8 @@ class _JobLoader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
                 key.tag = _TAG + "str"
                 if key.value in seen:
-                    raise UserError(f"line {key.start_mark.line + 1}: {key.value} is given twice; keep one of them")
+                    given = short(single_line(key.value))
+                    raise UserError(f"line {key.start_mark.line + 1}: {given} is given twice; keep one of them")
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 

@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from rookery.bounds import GIVEN_NAME, Line, Name
+from rookery.bounds import GIVEN_NAME, INTEGER, Line, Name
 from rookery.errors import UserError
 from rookery.spec.files import read_mapping
-from rookery.spec.machine import FrozenModel, Machine, Positive, Workload
+from rookery.spec.machine import Count, FrozenModel, Machine, Positive, Time, Whole, Workload
+from rookery.spec.parsing import known_fields, problem_line
 
 QUANTILES = 64
 """Reply lengths that stand for all replies of a job: a length is then known to about 2% of the distribution."""
@@ -37,10 +38,10 @@ class FleetMachine(Machine):
     """Of the kind; the machines are called NAME-0, NAME-1, …"""
     model: Line = ""
     """The base model with which it was measured; empty where the file does not say it."""
-    count: int = Field(1, ge=1, le=MAX_MACHINES)
+    count: Whole = Field(1, ge=1, le=MAX_MACHINES)
     site: Name = ""
     """Where they are; machines of one site share a network."""
-    preemptible: bool = False
+    preemptible: bool = Field(False, strict=True)
     """They may vanish: such a machine generates and never trains."""
 
 
@@ -50,7 +51,7 @@ class Link(FrozenModel):
     between: tuple[Name, Name]
     bandwidth: Positive
     """Bytes per second."""
-    latency: float = Field(ge=0)
+    latency: Time
     """Seconds."""
 
 
@@ -72,6 +73,8 @@ class FleetSpec(FrozenModel):
             if unknown := set(link.between) - sites:
                 known = ", ".join(sorted(sites))
                 raise ValueError(f"links: no machine is at the site {min(unknown)!r}; sites: {known}")
+            if link.between[0] == link.between[1]:
+                raise ValueError(f"links: between {link.between[0]!r} and itself; leave it out, a site has no link")
         pairs = [frozenset(link.between) for link in self.links]
         if len(set(pairs)) < len(pairs):
             raise ValueError("links: two links between the same sites; give one, it is for both directions")
@@ -97,18 +100,17 @@ class JobDemand(Workload):
 
     name: Name
     """Of the job; of a job that trains several policies, JOB/POLICY."""
-    turns: int = Field(1, ge=1, le=1000)
+    turns: Whole = Field(1, ge=1, le=1000)
     """Policies that reply in an episode, each once; all replies are as long as those of this policy."""
-    policies: int = Field(1, ge=1, le=1000)
+    policies: Whole = Field(1, ge=1, le=1000)
     """How many of them train. Each generates its share of the replies, and trains on whole episodes."""
-    sigma: float = Field(ge=0, le=3)
-    environment: float = Field(0.0, ge=0)
-    staleness: int = Field(0, ge=0)
-    micro_batch: int = Field(0, ge=0)
+    environment: Time = 0.0
+    staleness: Whole = Field(0, ge=0, le=64)
+    micro_batch: Whole = Field(0, ge=0, le=INTEGER)
     """Episodes with which training begins; 0: with all of the step's."""
-    trainers: int = Field(1, ge=1)
+    trainers: Whole = Field(1, ge=1, le=64)
     """Most workers that compute one gradient together."""
-    rank: int = Field(PROFILED_RANK, ge=1, le=1 << 16)
+    rank: Whole = Field(PROFILED_RANK, ge=1, le=1 << 16)
     """Of its adapter."""
 
     @model_validator(mode="after")
@@ -167,10 +169,10 @@ class PlannedWorker(FrozenModel):
     machine: Name
     """The kind in the fleet file."""
     roles: Annotated[list[Literal["rollout", "train"]], Field(min_length=1, max_length=2)]
-    max_rows: int = Field(ge=1)
+    max_rows: Count
     """Sequences that decode together."""
-    slice_tokens: int = Field(ge=1)
-    """Tokens of a training slice."""
+    slice_tokens: Count
+    """Tokens of a training slice: those with which the machine was measured."""
 
 
 class Plan(FrozenModel):
@@ -187,12 +189,21 @@ class Plan(FrozenModel):
 
     @model_validator(mode="after")
     def _machines_there(self) -> Self:
-        there = {f"{kind.name}-{i}" for kind in self.fleet.machines for i in range(kind.count)}
+        there = {f"{kind.name}-{i}": kind for kind in self.fleet.machines for i in range(kind.count)}
         names = [worker.name for worker in self.workers]
-        if unknown := set(names) - there:
+        if unknown := set(names) - there.keys():
             raise ValueError(f"workers: {min(unknown)} is no machine of the plan's fleet")
         if len(set(names)) < len(names):
             raise ValueError("workers: a name is there twice; give each machine one entry")
+        for worker in self.workers:
+            kind = there[worker.name]
+            if worker.machine != kind.name:
+                raise ValueError(f"workers: {worker.name} is of the kind {kind.name}, given {worker.machine!r}")
+            if "train" in worker.roles and kind.preemptible:
+                raise ValueError(f"workers: {worker.name} may vanish, so it cannot train; give it the role rollout")
+        for role in ("rollout", "train"):
+            if not any(role in worker.roles for worker in self.workers):
+                raise ValueError(f"workers: none has the role {role}, so no job could run; plan again")
         return self
 
 
@@ -209,7 +220,6 @@ def parsed(model: type[Parsed], path: Path, data: dict[str, Any]) -> Parsed:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        raise UserError(f"{path}: {where}: {message}" if where else f"{path}: {message}") from None
+        raise UserError(f"{path}: {problem_line(first, where, known_fields(model, first['loc']))}") from None

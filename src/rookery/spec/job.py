@@ -29,6 +29,9 @@ from rookery.spec.policy import (
 BUILTIN_TURNS = {"jsonl": 1, "reasoning-gym": 1, "calculator": 2, "xrouter": 3}
 """The most replies of an episode of each built-in environment, without tools; `openenv` has `max_turns`."""
 
+FIRST_REPLIES = ("jsonl", "reasoning-gym", "calculator", "xrouter", "openenv", "gymnasium", "textarena")
+"""Built-in environments in which the first policy of a job replies, and nobody else but the judge of `jsonl`."""
+
 TOOL_CALLS = 4
 """Calls of tools in an episode where the job gives no number."""
 
@@ -265,7 +268,10 @@ class JobSpec(StrictModel):
     def _policy_names(cls, value: dict[str, PolicySpec]) -> dict[str, PolicySpec]:
         for name in value:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-                raise ValueError(f"policy name {short(repr(name))}: letters, digits, dot, dash and underscore")
+                raise ValueError(
+                    f"policy name {short(repr(name))}: 1 to 64 letters, digits, dots, dashes, underscores, the first"
+                    " one a letter or digit"
+                )
         if not any(policy.train for policy in value.values()):
             raise ValueError("at least one policy with train: true")
         return value
@@ -274,7 +280,8 @@ class JobSpec(StrictModel):
     def _consistent(self) -> JobSpec:
         judge = self.environment.judge
         if judge is not None and judge not in [*self.policies][1:]:
-            given = "the first policy, which gives the reply" if judge in self.policies else f"no policy {judge!r}"
+            first = "the first policy, which gives the reply"
+            given = first if judge in self.policies else f"no policy {short(repr(judge))}"
             raise ValueError(f"environment.verifier.policy: {given}; give one of the others under policies")
         for name, policy in self.policies.items():
             if policy.follows is not None and policy.follows.policy not in self.trained:

@@ -6,15 +6,27 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-MOST = 1e18
-"""Of any time, price, size or rate: sums of them are numbers still."""
-Positive = Annotated[float, Field(gt=0, le=MOST)]
-Time = Annotated[float, Field(ge=0, le=MOST)]
-Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
+MOST, LEAST = 1e18, 1e-18
+"""Of any time, price, size or rate that is not 0: their sums, products and quotients are numbers still."""
+
+
+def _number(value: Any) -> Any:
+    """A text or a boolean is a mistake where a number is meant, also one that could be read as a number."""
+    if isinstance(value, str | bool):
+        raise ValueError("a number, without quotes" if isinstance(value, str) else "a number")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+Whole = Annotated[int, BeforeValidator(_number)]
+Positive = Annotated[Number, Field(ge=LEAST, le=MOST)]
+Time = Annotated[Number, Field(ge=0, le=MOST)]
+Bytes = Annotated[Whole, Field(ge=0, le=1 << 60)]
+Count = Annotated[Whole, Field(ge=1, le=1 << 40)]
 
 
 class FrozenModel(BaseModel):
@@ -24,7 +36,7 @@ class FrozenModel(BaseModel):
 class MachineMemory(FrozenModel):
     """Bytes of a machine's memory and of what lies in it."""
 
-    total: int = Field(ge=1)
+    total: Bytes = Field(ge=1)
     """The resources that a worker may use."""
     base: Bytes
     """The base model."""
@@ -32,29 +44,33 @@ class MachineMemory(FrozenModel):
     """One token in the KV cache."""
     train_token: Bytes
     """Activations of one token of a training slice."""
+    states: Bytes | None = None
+    """For training states and the copy of one on its way to files; None: as many as the rest leaves."""
+    state: Bytes | None = None
+    """One training state; None: as many as ``state_bytes`` of the machine, which are those of its file."""
 
 
 class Machine(FrozenModel):
     """One kind of machine with one base model. Times are seconds, sizes bytes."""
 
-    price: float = Field(1.0, gt=0)
+    price: Positive = 1.0
     """Of an hour of it, reserved, in any unit that is the same for all machines of a profile."""
-    rows: int = Field(ge=1)
+    rows: Count
     """Sequences that decode together at most."""
-    cache_tokens: int = Field(1 << 40, ge=1)
+    cache_tokens: Count = 1 << 40
     """Tokens that its KV cache holds."""
-    context: int = Field(ge=2)
+    context: Count = Field(ge=2)
     """The longest sequence, in tokens."""
-    decode: list[tuple[Annotated[int, Field(ge=1)], Positive]] = Field(min_length=1)
+    decode: list[tuple[Count, Positive]] = Field(min_length=1)
     """(rows, seconds of one decode step with so many rows), both ascending; between two points on the line that joins
     them, beyond the last on the last line prolonged."""
     prefill_token: Time
     """Seconds per prompt token."""
-    prefill_slice: int = Field(ge=1)
+    prefill_slice: Count
     """Prompt tokens computed in one slice, between two decode steps."""
     train_token: Time
     """Seconds per token of a training batch, forward and backward; a group's prompt counts once."""
-    train_slice: int = Field(ge=1)
+    train_slice: Count
     """Tokens of one slice of training, between two decode steps."""
     optimizer: Time
     """An optimizer step, or the making of a new adapter."""
@@ -103,17 +119,17 @@ class Machine(FrozenModel):
 
 
 class Workload(FrozenModel):
-    """The work of one optimizer step of a job."""
+    """The work of one optimizer step of a job, with the bounds of a job's fields."""
 
-    group_size: int = Field(ge=2)
-    groups_per_step: int = Field(ge=1)
-    max_tokens: int = Field(ge=1)
+    group_size: Whole = Field(ge=2, le=1024)
+    groups_per_step: Whole = Field(ge=1, le=4096)
+    max_tokens: Whole = Field(ge=1, le=131072)
     """Of a reply; longer ones are cut."""
-    median_tokens: float = Field(gt=0)
-    """Of a reply …"""
-    sigma: float = Field(ge=0)
-    """… whose length is log-normal with this standard deviation of its logarithm."""
-    prompt_tokens: int = Field(ge=1)
+    median_tokens: Positive
+    """Of a reply, whose length is log-normal."""
+    sigma: Number = Field(ge=0, le=3)
+    """The standard deviation of the logarithm of that length."""
+    prompt_tokens: Count
     environment: Time
     """Seconds that a reset or a step of the environment takes."""
 

@@ -13,9 +13,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rookery.errors import UserError, nearest, short
+from rookery.errors import UserError, nearest, short, single_line
 from rookery.spec import values
 from rookery.spec.job import JobSpec
+from rookery.spec.policy import PolicySpec
 from rookery.spec.suggestions import field_hint, value_hint
 
 UNSUPPORTED_SAMPLING = ("top_p", "top_k", "min_p")
@@ -47,11 +48,13 @@ class SpecError(UserError):
         super().__init__("the job is refused: " + "; ".join(problems))
 
 
-def _known_fields(path: tuple[Any, ...]) -> list[str]:
-    """Field names allowed at ``path`` of a job (the last part is the unknown one)."""
-    model: Any = JobSpec
+def known_fields(root: type[BaseModel], path: Sequence[int | str]) -> list[str]:
+    """Field names allowed at ``path`` of a ``root``, such as a job (the last part is the unknown one)."""
+    model: Any = root
     for part in path[:-1]:
-        if isinstance(part, int) or not (isinstance(model, type) and issubclass(model, BaseModel)):
+        if isinstance(part, int):  # of a list, whose items' model is already known
+            continue
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
             return []
         if part in model.model_fields:
             annotation: Any = model.model_fields[part].annotation
@@ -63,9 +66,12 @@ def _known_fields(path: tuple[Any, ...]) -> list[str]:
 
 
 def problem_line(error: ErrorDetails, path: str, known: Sequence[str], hint: str = "") -> str:
-    """One mistake found by pydantic as a line: the field's path, the given value, what is allowed. ``known`` are the
-    fields that exist at ``path``; ``hint`` says which one is meant."""
-    path = short(path)
+    """One mistake found by pydantic as a line: the field's path, the given value, what is allowed. ``path`` is empty
+    for the whole; ``known`` are the fields that exist there; ``hint`` says which one is meant."""
+    return single_line(_problem(error, short(path), known, hint))
+
+
+def _problem(error: ErrorDetails, path: str, known: Sequence[str], hint: str) -> str:
     if error["type"] == "extra_forbidden":
         name = str(error["loc"][-1])
         if name in UNSUPPORTED_SAMPLING:
@@ -80,13 +86,13 @@ def problem_line(error: ErrorDetails, path: str, known: Sequence[str], hint: str
     message = re.sub(r"^a valid string$", "a text, in quotes", message)
     message = re.sub(r"a valid dictionary or instance of \w+|a valid dictionary", "a mapping of fields", message)
     if error["type"] == "value_error" and isinstance(error["input"], dict):
-        return f"{path}: {message}" if path != "job" else message
+        return f"{path}: {message}" if path else message
     meant = value_hint(error["input"], _QUOTED.findall(message)) if error["type"] == "literal_error" else ""
     return f"{path}: given {values.escaped(error['input'])}, allowed: {message}" + (f"; {meant}" if meant else "")
 
 
 def _job_problem(error: ErrorDetails) -> str:
-    path, known = ".".join(str(part) for part in error["loc"]) or "job", _known_fields(tuple(error["loc"]))
+    path, known = ".".join(str(part) for part in error["loc"]), known_fields(JobSpec, error["loc"])
     hint = field_hint(error["loc"], known) if error["type"] == "extra_forbidden" else ""
     return problem_line(error, path, known, hint)
 
@@ -106,9 +112,32 @@ def parse_job(data: Any) -> JobSpec:
         if error.error_count() > MAX_PROBLEMS:
             raise SpecError([f"job: {error.error_count()} fields are wrong or unknown"]) from None
         raise SpecError([_job_problem(detail) for detail in error.errors(include_url=False)]) from None
-    if problems := [f"policies.{name}: {OF_DIGITS}" for name in spec.policies if name.isdigit()]:
+    problems = [f"policies.{name}: {line}" for name in spec.policies if (line := _name_problem(name, spec))]
+    problems += [
+        f"policies.{name}.warm_start.{field}: given {values.escaped(getattr(policy.warm_start, field))}, allowed: with"
+        " job alone; leave it out"
+        for name, policy in spec.policies.items()
+        for field in _unused_of_start(policy)
+    ]
+    if problems:
         raise SpecError(problems)
     return spec
+
+
+def _name_problem(name: str, spec: JobSpec) -> str:
+    """Why no policy of a new job is called so; empty if one may be."""
+    if name.isdigit():
+        return OF_DIGITS
+    alike = next(other for other in spec.policies if other.lower() == name.lower())
+    return f"differs from {alike} in case alone; give one of them another name" if alike != name else ""
+
+
+def _unused_of_start(policy: PolicySpec) -> list[str]:
+    """The fields of its warm start that say which weights of a job it takes, where it takes those of a folder."""
+    start = policy.warm_start
+    if start is None or start.job is not None:
+        return []
+    return [name for name in ("policy", "version") if getattr(start, name) != type(start).model_fields[name].default]
 
 
 def repeats(stored: Mapping[str, Any], data: Any) -> bool:

@@ -6,18 +6,9 @@ import re
 import sys
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from rookery.bounds import FLOAT32, FLOAT32_LEAST, INTEGER, STOP_TEXTS, Line, Name, SmallJson, StopText
+from rookery.bounds import FLOAT32, FLOAT32_LEAST, INTEGER, STOP_TEXTS, GivenModel, Line, Name, SmallJson, StopText
 from rookery.errors import short
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -38,7 +29,7 @@ def _seconds(value: Any) -> Any:
     return value
 
 
-Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0)]
 
 
 def named(value: Any) -> Any:
@@ -46,18 +37,10 @@ def named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-class SpecModel(BaseModel):
-    """Base of every part of a job: booleans are not accepted as numbers. Field docstrings become the job reference."""
+class SpecModel(GivenModel):
+    """Base of every part of a job. Field docstrings become the job reference."""
 
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        field = cls.model_fields.get(info.field_name or "")
-        if isinstance(value, bool) and field is not None and field.annotation is not bool:
-            raise ValueError("a value that is neither true nor false")
-        return value
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
 
 class StrictModel(SpecModel):
@@ -178,6 +161,11 @@ class AlgorithmSpec(StrictModel):
     def on_rows(self) -> bool:
         """Whether it trains on rows, and nothing is sampled."""
         return self.name in ROW_ALGORITHMS
+
+    @property
+    def on_pairs(self) -> bool:
+        """Whether a row is a prompt with two replies to it, one of them preferred."""
+        return self.name == "dpo"
 
     @property
     def off_policy(self) -> bool:
@@ -338,7 +326,7 @@ class PolicyStop(StrictModel):
 
 
 _FOREIGN_WEIGHTS = {
-    "base": ("rank", "alpha", "targets"),
+    "base": ("rank", "alpha", "targets", "full"),
     "follows": ("rank", "alpha", "targets", "seed", "full", "base_model"),
 }
 """Fields that a frozen policy does not have which takes its weights from elsewhere."""

@@ -44,7 +44,9 @@ from rookery.errors import (
     StorageFull,
     Unavailable,
     UserError,
+    shortage,
     shortages,
+    unusable,
 )
 from rookery.protocol import Manifest, Shard, manifest_of
 from rookery.storage.place import (
@@ -122,7 +124,8 @@ class Artifacts:
 
     def claim(self, owner: Owner) -> None:
         """Check that the place belongs to the database ``owner``, and mark it if it is new. Raises :class:`UserError`
-        for a place of another one, or one that cannot be used."""
+        for a place of another one, or one that cannot be used, :class:`Unavailable` and :class:`StorageFull` for one
+        that may be usable later."""
         try:
             self.inspect(owner)
             self._make()
@@ -133,7 +136,9 @@ class Artifacts:
                 _write_durably(self.root / OWNER, owner.identity)
                 _sync_folder(self.root)
         except OSError as error:
-            raise UserError(
+            if (full := shortage(error, DISK)) is not None:
+                raise full from None
+            raise unusable(error)(
                 f"the artifacts at {self.root} cannot be used ({error.strerror or error}); make the folder readable and"
                 " writable, or set ROOKERY_ARTIFACTS_URL to one that is"
             ) from None
@@ -633,11 +638,15 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 def _write_durably(path: Path, content: str) -> None:
     """Replace a file as a whole; its name is durable after :func:`_sync_folder`."""
     handle, part = tempfile.mkstemp(prefix=".", dir=path.parent)
-    with os.fdopen(handle, "w", encoding="ascii") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with os.fdopen(handle, "w", encoding="ascii") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
 
 
 def times_of(marks: Mapping[str, bytes]) -> dict[str, float]:

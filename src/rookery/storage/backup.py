@@ -3,7 +3,7 @@
 * A backup is a folder: ``rookery.db`` (SQLite, whichever database the service uses), ``artifacts/``, ``jobs/`` and the
   two secrets. It appears under its name once it is complete and on the disk. Nothing is written into its source.
 * Its database is one snapshot, and every artifact that the snapshot names is there: hard links, or copies on another
-  disk, pin them, and where one was deleted before it was pinned, another snapshot is taken. No writer waits for a
+  disk, keep them, and where one was deleted before, another snapshot is taken. No writer waits for a
   backup.
 * A restore fills an empty data folder, and an empty PostgreSQL database where one is given; it hashes every artifact
   and leaves nothing behind if one is damaged. A database that is not empty is refused before anything else is done, and
@@ -39,8 +39,8 @@ from rookery.storage.place import WATCH_SECONDS, Lease, incarnation
 from rookery.storage.repositories.versions import live_hashes
 
 SNAPSHOTS = 20
-"""Most snapshots of one backup. Pins of one stay for the next, so a second one lacks only artifacts that were written
-and deleted while the last few were pinned; many mean that an artifact is lost."""
+"""Most snapshots of one backup. Artifacts of one stay for the next, so a second one lacks only those that were written
+and deleted while the last few were linked; many mean that an artifact is lost."""
 
 LOST_AND_FOUND = "lost+found"
 """A new volume has this folder."""
@@ -67,12 +67,12 @@ def back_up(data: Path, url: str, target: Path, place: Place = DATA_FOLDER) -> i
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".backup-") as name:
             partial = Path(name)
-            pins = partial / "artifacts"
-            pins.mkdir(mode=0o700)
-            named = _snapshot(database, sqlite_url(partial), artifacts, pins)
-            for pinned in pins.iterdir():
-                if pinned.name not in named:
-                    shutil.rmtree(pinned)
+            kept = partial / "artifacts"
+            kept.mkdir(mode=0o700)
+            named = _snapshot(database, sqlite_url(partial), artifacts, kept)
+            for folder in kept.iterdir():
+                if folder.name not in named:
+                    shutil.rmtree(folder)
             _copy_jobs(data / "jobs", partial / "jobs")
             for secret in (ADMIN_KEY_FILE, WORKER_TOKEN_FILE):
                 shutil.copy2(data / secret, partial / secret)
@@ -145,9 +145,9 @@ def readable(data: Path, url: str) -> str:
     return URL.create("sqlite", database=file, query={"immutable": "1", "uri": "true"}).render_as_string()
 
 
-def _snapshot(database: Database, target: str, artifacts: Artifacts, pins: Path) -> Collection[str]:
-    """Copy one snapshot of the database to the new database ``target``, with the artifacts that it names pinned;
-    returns their hashes."""
+def _snapshot(database: Database, target: str, artifacts: Artifacts, kept: Path) -> Collection[str]:
+    """Copy one snapshot of the database to the new database ``target``, with the artifacts that it names linked
+    into the folder ``kept``; returns their hashes."""
     with closing(Database(target)) as copy:
         copy.create()
         lost: NotFound | None = None
@@ -159,8 +159,8 @@ def _snapshot(database: Database, target: str, artifacts: Artifacts, pins: Path)
                 named = live_hashes(connection)
                 try:
                     for digest in named:
-                        if not (pins / digest).exists():
-                            artifacts.link(digest, pins / digest)
+                        if not (kept / digest).exists():
+                            artifacts.link(digest, kept / digest)
                 except NotFound as error:
                     lost = error
                     continue

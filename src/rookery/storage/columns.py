@@ -29,6 +29,7 @@ from sqlalchemy import (
     Select,
     Text,
     bindparam,
+    delete,
     insert,
     literal,
     select,
@@ -159,6 +160,18 @@ def add_or_find(connection: Connection, row: Row, /, **key: Any) -> tuple[Row, b
     return known, False
 
 
+DELETED_AT_ONCE = 256
+"""Rows of a long history that one transaction deletes: the writes of everybody wait for it."""
+
+
+def delete_some(connection: Connection, kind: type[Base], most: int, /, *where: ColumnElement[bool]) -> int:
+    """Delete up to ``most`` of the rows of ``kind`` for which all of ``where`` hold; returns their number."""
+    keys = [*kind.__table__.primary_key]
+    found = select(*keys).where(*where).limit(most)
+    chosen = keys[0].in_(found) if len(keys) == 1 else tuple_(*keys).in_(found)
+    return connection.execute(delete(kind).where(chosen)).rowcount
+
+
 def fetch_all(
     connection: Connection, kind: type[Row], query: Select[Any], values: Mapping[str, Any] | None = None
 ) -> list[Row]:
@@ -204,6 +217,18 @@ def paged(
             cursor, found = tuple_(*order), tuple_(*map(literal, page.after, (column.type for column in order)))
             query = query.where(cursor < found if descending else cursor > found)
     return fetch_all(connection, kind, query)
+
+
+def fitting(lengths: Iterable[int], most: float) -> int:
+    """How many of the first rows, of these lengths, have up to ``most`` bytes together; one at least, where there is
+    one."""
+    count = 0
+    for length in lengths:
+        most -= length
+        if count and most < 0:
+            break
+        count += 1
+    return count
 
 
 def fetch_one(

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rookery.errors import RookeryError, UserError, shortage
+from rookery.errors import RookeryError, UserError, shortage, shortages, unusable
 from rookery.folders import usable_folder, without_home
 
 _LOCK_FILE = "lock"
@@ -73,7 +73,8 @@ class DataFolder:
     def __init__(self, root: Path) -> None:
         """Makes the folder (mode 0700) where it is missing and locks it.
 
-        Raises :class:`UserError` if it is not a folder that can be written, or another service runs on it."""
+        Raises :class:`UserError` if it is not a folder that can be written, or another service runs on it;
+        :class:`StorageFull` and :class:`Unavailable` for one that may be written later."""
         self.root = root
         if without_home(root):
             usable_folder(root, "ROOKERY_DATA")
@@ -82,9 +83,7 @@ class DataFolder:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(root / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise UserError(
-                f"data folder {root} cannot be written ({error.strerror}); set ROOKERY_DATA to one that can"
-            ) from None
+            raise self._unwritable(error) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -106,16 +105,20 @@ class DataFolder:
             for part in (self.artifacts, self.jobs, self.logs):
                 part.mkdir(mode=0o700, exist_ok=True)
             usable_folder(root, "ROOKERY_DATA", ("artifacts", "jobs", "logs"))
-        except (OSError, RookeryError) as error:
+        except OSError as error:
             os.close(self._lock)
-            if (full := shortage(error, f"the disk of the data folder {root}")) is not None:
-                raise full from None
-            if isinstance(error, RookeryError):
-                raise
-            reason = error.strerror or str(error)
-            raise UserError(
-                f"data folder {root} cannot be written ({reason}); set ROOKERY_DATA to one that can"
-            ) from None
+            raise self._unwritable(error) from None
+        except RookeryError:
+            os.close(self._lock)
+            raise
+
+    def _unwritable(self, error: OSError) -> RookeryError:
+        if (full := shortage(error, f"the disk of the data folder {self.root}")) is not None:
+            return full
+        reason = error.strerror or str(error)
+        return unusable(error)(
+            f"data folder {self.root} cannot be written ({reason}); set ROOKERY_DATA to one that can"
+        )
 
     @property
     def locks(self) -> list[int]:
@@ -153,9 +156,13 @@ def _secret(path: Path) -> str:
         return known
     key = new_key()
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp: mode 0600 from the start
-    with os.fdopen(handle, "w", encoding="ascii") as file:
-        file.write(key + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with shortages(f"the disk of {path.parent}"), os.fdopen(handle, "w", encoding="ascii") as file:
+            file.write(key + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
     return key

@@ -6,7 +6,8 @@
 * ``reading`` sees one snapshot for all its queries and never waits for a writer.
 * Within ``batch_transaction`` the calls of one thread share a transaction: one wait for the disk for all of them.
 * A full disk is :class:`~rookery.errors.StorageFull`; a database that answers and is read-only, as a replica,
-  is :class:`~rookery.errors.DatabaseReadOnly`. A row that the tables or their indexes refuse is the caller's error.
+  is :class:`~rookery.errors.DatabaseReadOnly`; a server that answers and refuses this user or this database is
+  :class:`~rookery.errors.DatabaseRefuses`. A row that the tables or their indexes refuse is the caller's error.
   Every other failure (a lost server, a denied permission, a database that is another one than at the start) is
   :class:`~rookery.errors.DatabaseAway`. They leave the database as it was, except that a connection lost during the
   commit itself leaves its outcome to be read back.
@@ -24,6 +25,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import secrets
 import sqlite3
 import threading
@@ -39,12 +41,15 @@ from sqlalchemy.exc import (
     DBAPIError,
     IntegrityError,
     OperationalError,
+    ProgrammingError,
 )
 from sqlalchemy.pool import StaticPool
 
 from rookery.errors import (
     DatabaseAway,
     DatabaseReadOnly,
+    DatabaseRefuses,
+    RookeryError,
     StorageFull,
     Unavailable,
     UserError,
@@ -107,6 +112,18 @@ _POSTGRES_LOCK_TIMEOUT = "55P03"
 _POSTGRES_LIMIT_EXCEEDED = "54"
 """The class of the errors about one statement that exceeds a limit of the server, such as a value that no index
 takes."""
+
+_POSTGRES_REFUSALS = ("28", "3D", "3F", "42501")
+"""Beginnings of the codes of a server that answers and refuses: authorization, the names of the database and of its
+schema, permissions."""
+
+_REFUSED_CONNECTION = re.compile(
+    r"authentication failed|no password supplied|(?:role|database|user) \S+ does not exist|no such (?:database|user)"
+    r"|pg_hba\.conf|not permitted to log in|permission denied for database|does not support SSL"
+    r"|certificate verify failed|certificate file \S+ does not exist|invalid \S+ value"
+)
+"""Parts of the errors of a connection that no later try makes, of PostgreSQL and its poolers: they carry no code. A
+server that writes another language counts as away."""
 
 DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
 """By the beginning of an address, before any ``+``: a platform's variable may name another program's driver."""
@@ -188,10 +205,17 @@ class Database:
             self._reader = self.engine.execution_options(isolation_level="REPEATABLE READ")
         event.listen(self.engine, "connect", self._check_identity)
 
+    def stays_away(self, error: RookeryError) -> bool:
+        """Whether ``error`` is about the database and no later start can succeed, unless its operator changes
+        something. A server may be away for a while; a file that cannot be used stays so."""
+        file = self.engine.dialect.name == "sqlite"
+        return isinstance(error, DatabaseRefuses) or (file and isinstance(error, DatabaseAway))
+
     def create(self) -> None:
         """Make the tables, or migrate those of an earlier version of Rookery. The schema's version is read before
         anything is changed. Raises :class:`UserError` if the database cannot be opened, or was written by a version of
-        Rookery that is newer or too old; then nothing was changed."""
+        Rookery that is newer or too old; then nothing was changed; :class:`Unavailable` for one whose server is away or
+        takes no writes now."""
         try:
             self._make_private()
             with self.writing() as connection:
@@ -200,7 +224,9 @@ class Database:
                     self._epoch = _next_epoch(connection)
                 identity = None if problem else _identity(connection)
         except (DBAPIError, Unavailable, OSError) as error:
-            raise UserError(f"database {self._shown_url()} cannot be opened: {_reason(error)}") from None
+            lasting = not isinstance(error, Unavailable) or self.stays_away(error)
+            kind: type[RookeryError] = UserError if lasting else Unavailable
+            raise kind(f"database {self._shown_url()} cannot be opened: {_reason(error)}") from None
         if problem:
             raise UserError(f"database {self._shown_url()} {problem}")
         self._identity = identity
@@ -513,17 +539,18 @@ class Database:
                 raise StorageFull("the database's disk is full; free some space, nothing was half-written") from error
             if code in (sqlite3.SQLITE_READONLY, _POSTGRES_READ_ONLY):
                 raise self._read_only(_reason(error)) from error
-            raise self._not_there(_reason(error)) from error
+            raise self._not_there(_reason(error), _refused(error)) from error
         else:
             if self._away:
                 self._away = False
                 log.warning("the database answers again")
 
-    def _not_there(self, reason: str) -> DatabaseAway:
+    def _not_there(self, reason: str, refused: bool = False) -> DatabaseAway:
+        problem = "refuses access" if refused else "does not answer"
         if not self._away:
             self._away = True
-            log.error("the database %s does not answer: %s", self._shown_url(), reason)
-        return DatabaseAway("the database does not answer", reason)
+            log.error("the database %s %s: %s", self._shown_url(), problem, reason)
+        return (DatabaseRefuses if refused else DatabaseAway)(f"the database {problem}", reason)
 
     def _read_only(self, reason: str) -> DatabaseReadOnly:
         if not self._refuses_writes:
@@ -578,6 +605,17 @@ def _of_caller(error: DBAPIError) -> bool:
     """Whether the database refused the caller's rows or statement. All other errors are about the database."""
     limit = str(getattr(error.orig, "sqlstate", None)).startswith(_POSTGRES_LIMIT_EXCEEDED)
     return limit or isinstance(error, CALLERS_ERRORS)
+
+
+def _refused(error: DBAPIError) -> bool:
+    """Whether a server of PostgreSQL answered, and refuses this user or this database; or the driver refuses the
+    address."""
+    if isinstance(error.orig, sqlite3.Error):
+        return False
+    code = getattr(error.orig, "sqlstate", None)
+    if code is not None:
+        return str(code).startswith(_POSTGRES_REFUSALS)
+    return isinstance(error, ProgrammingError) or _REFUSED_CONNECTION.search(str(error.orig)) is not None
 
 
 def _reason(error: Exception) -> str:

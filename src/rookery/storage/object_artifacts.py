@@ -16,9 +16,11 @@ Layout: ``<prefix>/<hash>/{manifest.json, shards…}``; ``<prefix>/owner``; ``<p
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -27,6 +29,7 @@ from typing import Any
 import msgspec
 
 from rookery.errors import CorruptArtifact, NotFound, Unavailable, UserError, installs, shortages
+from rookery.network import proxy_of
 from rookery.protocol import Manifest, Shard
 from rookery.storage.artifacts import (
     MANIFEST,
@@ -52,6 +55,13 @@ try:
 except ModuleNotFoundError:
     raise UserError(f"artifacts_url: obstore is missing; {installs('s3')}") from None
 
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+"""Where other programs find the address of a store that speaks S3. The library reads them too: it then refuses an
+address without TLS, and prefers the first one to an address that it is given."""
+
+EVERYTHING = "*,0.0.0.0/0,::/0"
+"""All hosts, as the library writes those that it reaches without a proxy."""
+
 ORPHANS = "orphans"
 
 PROBE = "probe"
@@ -69,20 +79,34 @@ SMALL_SECONDS, UPLOAD_SECONDS = 10, 300
 READ_SECONDS, FILE_SECONDS = 30, 86400
 """Longest silence while a file is read, and the longest time that it may take in all."""
 
+_STATUS = re.compile(r"status code: ([1-5]\d\d)\b|redirect without LOCATION")
+
+LATER = (408, 409, 412, 425, 429)
+"""Refusals of a store that a later request may not meet."""
+
 
 def open_store(url: str, endpoint: str = "", *, seconds: int = SMALL_SECONDS, silent: int = 0) -> ObjectStore:
-    """The store at ``url``; ``endpoint``: the address of a service that speaks S3, where it is not Amazon's. A request
-    takes at most ``seconds``, of which the store may be silent for ``silent`` (0: all). Raises :class:`UserError` for
-    a URL of no store."""
+    """The store at ``url``; ``endpoint``: the address of a service that speaks S3, where it is not Amazon's, by default
+    that of the usual variables. A request takes at most ``seconds``, of which the store may be silent for ``silent``
+    (0: all). Raises :class:`UserError` for a URL of no store."""
+    if url.startswith("s3:") and not endpoint:
+        endpoint = next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), "")
     config: Any = {"endpoint": endpoint, "virtual_hosted_style_request": False} if endpoint else None
     client: Any = {"timeout": timedelta(seconds=seconds), "allow_http": endpoint.startswith("http:")}
+    if endpoint:
+        with suppress(UserError):  # a proxy of a kind that only the library may know
+            proxy = proxy_of(endpoint)  # not by the rule of the library, which knows no ports and not this machine
+            client |= {"proxy_url": proxy} if proxy else {"proxy_url": endpoint, "proxy_excludes": EVERYTHING}
     if silent:
         client["read_timeout"] = timedelta(seconds=silent)
     retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_SECONDS)}
+    read = {name: os.environ.pop(name) for name in ENDPOINT_VARIABLES if name in os.environ}
     try:
         return from_url(url, config=config, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:
         raise UserError(f"artifacts_url {url}: {first_line(error)}; give one like s3://bucket/prefix") from None
+    finally:
+        os.environ.update(read)
 
 
 class ObjectArtifacts(Artifacts):
@@ -188,16 +212,19 @@ class ObjectArtifacts(Artifacts):
         """The errors of a start."""
         try:
             yield
-        except (PermissionDeniedError, UnauthenticatedError) as error:
-            raise UserError(
-                f"artifacts_url {self._url}: permission denied; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to keys"
-                f" that may read, write, list and delete there ({first_line(error)})"
-            ) from error
         except ValueError as error:
             raise UserError(f"artifacts_url {self._url} cannot be used: {first_line(error)}") from None
         except (FileNotFoundError, BaseError) as error:
-            if isinstance(error, FileNotFoundError) or "404 Not Found" in str(error):  # a list's error has no kind
+            status = _status(error)
+            if status in (401, 403):
+                raise UserError(
+                    f"artifacts_url {self._url}: permission denied; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to"
+                    f" keys that may read, write, list and delete there ({first_line(error)})"
+                ) from error
+            if status == 404:
                 raise UserError(f"artifacts_url {self._url}: there is no such bucket; create it first") from None
+            if 300 <= status < 500 and status not in LATER:
+                raise UserError(f"artifacts_url {self._url} cannot be used: {first_line(error)}") from None
             raise Unavailable(f"artifacts_url {self._url} cannot be used now: {first_line(error)}") from None
 
     def open(self, hash: str) -> Manifest:
@@ -230,13 +257,16 @@ class ObjectArtifacts(Artifacts):
             yield map(bytes, found.stream(min_chunk_size=READ_BYTES))
 
     def path(self, hash: str, shard: str) -> Path:
-        """A local path of one file: of a copy that stays until the artifact is deleted or the service starts again."""
-        copy = self.root / ".staging" / hash
+        """A local path of one file: of a copy that stays until the artifact is deleted or the service starts again.
+        Several threads may ask at once."""
+        found = self.shard(hash, shard)
+        copy = self.root / ".staging" / hash / found.name
         if not copy.exists():
-            with self.scratch() as folder:
-                self.link(hash, folder / hash)
-                (folder / hash).rename(copy)
-        return copy / self.shard(hash, shard).name
+            with shortages("the disk"), self.scratch() as folder:
+                part = self._copy(hash, found, folder)
+                copy.parent.mkdir(mode=0o700, exist_ok=True)
+                part.replace(copy)
+        return copy
 
     def delete(self, hash: str) -> None:
         shutil.rmtree(self.root / ".staging" / check_hash(hash), ignore_errors=True)
@@ -253,12 +283,17 @@ class ObjectArtifacts(Artifacts):
             folder.mkdir(mode=0o700)
             try:
                 for shard in manifest.shards:
-                    with (folder / shard.name).open("wb") as file, self.reading(hash, shard) as chunks:
-                        file.writelines(chunks)
+                    self._copy(hash, shard, folder)
                 (folder / MANIFEST).write_bytes(msgspec.json.encode(manifest))
             except NotFound:
                 shutil.rmtree(folder)
                 raise
+
+    def _copy(self, hash: str, shard: Shard, folder: Path) -> Path:
+        path = folder / shard.name
+        with path.open("wb") as file, self.reading(hash, shard) as chunks:
+            file.writelines(chunks)
+        return path
 
     def hashes(self) -> set[str]:
         with self._errors(""):
@@ -319,6 +354,18 @@ class ObjectArtifacts(Artifacts):
     def _errors(self, hash: str) -> Iterator[None]:
         with understood(self.check, (BaseError,), absent=f"no artifact {hash}"):
             yield
+
+
+def _status(error: Exception) -> int:
+    """The HTTP status of a store's answer, 0 for none: the library gives some refusals a type and says the others, such
+    as all of a list, in its text alone."""
+    for kind, status in ((FileNotFoundError, 404), (PermissionDeniedError, 403), (UnauthenticatedError, 401)):
+        if isinstance(error, kind):
+            return status
+    found = _STATUS.search(str(error))
+    if found is None:
+        return 0
+    return int(found[1] or 301)
 
 
 def _is_hash(prefix: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rookery.paths import named_path
 from rookery.storage.artifacts import Artifacts, Place
 from rookery.storage.place import Owner
 
@@ -21,7 +22,7 @@ def artifacts_at(place: Place, folder: Path) -> Artifacts:
     """The same without the claim. Raises :class:`UserError` for a URL of no store."""
     url, endpoint = place
     if "://" not in url or url.startswith("file://"):
-        at = Path(url.removeprefix("file://")).expanduser().absolute() if url else folder
+        at = named_path(url.removeprefix("file://")).absolute() if url else folder
         return Artifacts(at, make=False)
     from rookery.storage.object_artifacts import ObjectArtifacts  # only it needs the library
 

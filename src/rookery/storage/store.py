@@ -1,4 +1,4 @@
-"""The asynchronous database, and the writer thread that runs blocking calls one after another.
+"""The asynchronous database, the writer thread that runs its calls one after another, and the threads of artifacts.
 
 * ``database.write(jobs.add_groups, job, groups)`` blocks; ``await store.write(jobs.add_groups, job, groups)`` runs the
   same in the writer. A submitted call runs even if its caller is cancelled.
@@ -6,12 +6,15 @@
   own calls are one more line: whatever must follow a tenant's calls, such as a deletion of what they write, is
   submitted as that tenant's work (:func:`~rookery.turns.work_of`).
 * Database calls that wait in the writer at the same time share one transaction; each returns once it is durable.
+* Artifacts may lie behind a network, and have gigabytes: each tenant's wait in a line of their own for one of several
+  threads, so that a part that hangs, or a large upload, holds up its tenant's alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -34,10 +37,18 @@ async def every(
     fetch: Callable[[Page], Coroutine[Any, Any, list[T]]], cursor: Callable[[T], tuple[str | float, ...]]
 ) -> AsyncIterator[T]:
     """All rows of a list, read page by page; ``cursor(row)`` has the values of the list's order."""
-    page = Page(LONGEST_PAGE)
-    while found := await fetch(page):
+    async for found in pages(fetch, cursor):
         for row in found:
             yield row
+
+
+async def pages(
+    fetch: Callable[[Page], Coroutine[Any, Any, list[T]]], cursor: Callable[[T], tuple[str | float, ...]]
+) -> AsyncIterator[list[T]]:
+    """The same by the page."""
+    page = Page(LONGEST_PAGE)
+    while found := await fetch(page):
+        yield found
         page = Page(LONGEST_PAGE, cursor(found[-1]))
 
 
@@ -47,8 +58,9 @@ class Writer(Protocol):
     def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> Coroutine[Any, Any, T]: ...
 
 
-GROUPED_CALLS = 64
-"""Largest number of database calls in one transaction: it bounds how long the first of them waits for the last."""
+GROUPED_CALLS, GROUPED_SECONDS = 64, 0.02
+"""Largest number of database calls in one transaction, and the time after which no further one joins it: they bound how
+long the first of them waits for the last, and how long another tenant's call waits for a transaction of slow ones."""
 
 
 @runtime_checkable
@@ -74,7 +86,12 @@ class _Call:
         except BaseException as error:  # the caller handles it, not this thread
             return None, error
 
-    def settle(self, result: Any, error: BaseException | None) -> None:
+    def report(self, result: Any, error: BaseException | None) -> None:
+        """Let the caller have the outcome, in its event loop."""
+        with suppress(RuntimeError):  # its loop is closed: nobody waits for it
+            self.loop.call_soon_threadsafe(self._settle, result, error)
+
+    def _settle(self, result: Any, error: BaseException | None) -> None:
         if self.future.done():  # the caller was cancelled
             return
         if error is not None:
@@ -87,9 +104,10 @@ class StorageWriter:
     """One thread. Each transaction is filled from the tenants' lines, one call of each in turn. If the disk has no room
     for all calls of a shared transaction, each call gets a separate one."""
 
-    def __init__(self, name: str = "writer") -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._work, name="writer", daemon=True)
         self._closed = False
         self._thread.start()
 
@@ -119,36 +137,90 @@ class StorageWriter:
                     block, closing = False, submitted is None
                     if submitted is not None:
                         waiting.add(submitted.tenant, submitted)
-            calls = _next_transaction(waiting)
-            for call, outcome in zip(calls, _execute(calls), strict=True):
-                with suppress(RuntimeError):  # its loop is closed: nobody waits for it
-                    call.loop.call_soon_threadsafe(call.settle, *outcome)
+            if (first := waiting.take()) is not None:
+                self._transact(first, waiting)
+
+    def _transact(self, first: _Call, waiting: TenantLines[_Call]) -> None:
+        """Run the call, whose turn it is, with those that may share its transaction; settle them all."""
+
+        def another() -> _Call | None:
+            return None if store is None else waiting.take(lambda call: call.store is store)
+
+        store = first.store
+        second = another()
+        if store is None or second is None:
+            first.report(*first.attempt())
+            return
+        calls, outcomes = [first, second], list[tuple[Any, BaseException | None]]()
+        try:
+            with store.batch_transaction():
+                until = self._clock() + GROUPED_SECONDS
+                outcomes = [call.attempt() for call in calls]
+                while len(calls) < GROUPED_CALLS and self._clock() < until and (call := another()) is not None:
+                    calls.append(call)
+                    outcomes.append(call.attempt())
+        except StorageFull:  # nothing is durable: calls that need no room may still succeed
+            outcomes = [call.attempt() for call in calls]
+        except Exception as error:  # nothing is known to be durable
+            outcomes = [(None, error) for _ in calls]
+        for call, outcome in zip(calls, outcomes, strict=True):
+            call.report(*outcome)
 
 
-def _next_transaction(waiting: TenantLines[_Call]) -> list[_Call]:
-    """The calls that run next: one, or several of one database. The first line of all is served."""
-    if (first := waiting.take()) is None:
-        return []
-    calls = [first]
-    while first.store is not None and len(calls) < GROUPED_CALLS:
-        if (other := waiting.take(lambda call: call.store is first.store)) is None:
-            break
-        calls.append(other)
-    return calls
+class TransferThreads:
+    """Threads for blocking calls about artifacts. Each tenant's run one after another, and so do the service's own, for
+    which one thread is reserved; the tenants take turns."""
 
+    def __init__(self, threads: int) -> None:
+        """At least two ``threads``."""
+        self._most = threads - 1
+        """Of tenants at once."""
+        self._lines = TenantLines[_Call]()
+        self._busy: set[str] = set()
+        """The tenants whose calls run."""
+        self._closed = False
+        self._changed = threading.Condition()
+        """Guards the above."""
+        names = [f"transfers {number}" for number in range(threads)]
+        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
+        for thread in self._threads:
+            thread.start()
 
-def _execute(calls: list[_Call]) -> list[tuple[Any, BaseException | None]]:
-    """Run the calls in one transaction; their results and errors."""
-    store = calls[0].store if len(calls) > 1 else None
-    if store is None:
-        return [call.attempt() for call in calls]
-    try:
-        with store.batch_transaction():
-            return [call.attempt() for call in calls]
-    except StorageFull:  # nothing is durable: calls that need no room may still succeed
-        return [call.attempt() for call in calls]
-    except Exception as error:  # nothing is known to be durable
-        return [(None, error) for _ in calls]
+    async def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        tenant = TENANT.get()
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the threads of transfers are closed")
+            self._lines.add(tenant, _Call(tenant, partial(call, *arguments, **named), None, loop, future))
+            self._changed.notify()
+        return await future
+
+    def close(self) -> None:
+        """Return when every submitted call has run."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _may_run(self, call: _Call) -> bool:
+        return call.tenant not in self._busy and (not call.tenant or len(self._busy - {""}) < self._most)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while (call := self._lines.take(self._may_run)) is None:
+                    if self._closed and not self._lines:
+                        return
+                    self._changed.wait()
+                self._busy.add(call.tenant)
+            outcome = call.attempt()
+            with self._changed:
+                self._busy.discard(call.tenant)
+                self._changed.notify_all()
+            call.report(*outcome)
 
 
 class Store:
@@ -157,15 +229,15 @@ class Store:
     def __init__(
         self, database: Database, writer: Writer, transfers: Writer | None = None, readers: Writer | None = None
     ) -> None:
-        """``transfers`` runs calls that read or write whole artifacts, for which no transaction waits; else the writer
-        does. ``readers`` runs calls that only read: they see what is durable and wait for nobody's changes; else the
-        writer does."""
+        """``transfers`` runs calls that read or write whole artifacts, those of a tenant in order, for which no
+        transaction waits; else the writer does. ``readers`` runs calls that only read: they see what is durable and
+        wait for nobody's changes; else the writer does."""
         self.database = database
         self._writer = writer
         self._readers: Writer = readers or writer
         self.transfer: Writer = transfers or writer
-        """Runs calls that read or write whole artifacts, one after another. An artifact is durable when such a call
-        returns; a row that names it is written after that."""
+        """Runs calls that read or write whole artifacts, those of one tenant one after another. An artifact is durable
+        when such a call returns; a row that names it is written after that."""
 
     def run(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
         """Run any blocking call in the writer, such as one of the artifact store or several of :attr:`database`."""

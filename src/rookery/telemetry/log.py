@@ -21,6 +21,8 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import TYPE_CHECKING, TextIO
 
+from rookery.errors import single_line
+
 FIELDS = ("tenant", "job", "policy", "version", "worker", "episode", "request")
 """Context fields that ``extra`` may have; each becomes a field of the line."""
 
@@ -54,13 +56,10 @@ MESSAGE, FIELD, TRACEBACK = 2000, 200, 20_000
 
 
 def printable(text: str, most: int) -> str:
-    """``text`` for a log or a terminal: one line of at most ``most`` characters. Characters that break a line, move the
-    cursor, or reverse the direction of text are escaped: no stranger's text looks like a line of its own."""
+    """``text`` for a log or a terminal: :func:`~rookery.errors.single_line` of at most ``most`` characters."""
     if len(text) > most:
         text = f"{text[:most]}... ({len(text) - most} more characters)"
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return single_line(text)
 
 
 def _context(record: logging.LogRecord) -> dict[str, object]:
@@ -218,11 +217,11 @@ def log_to_stderr(level: str) -> None:
 
 
 @contextmanager
-def logging_to(handlers: list[logging.Handler], level: str) -> Iterator[None]:
+def logging_to(handlers: list[logging.Handler], level: str, waiting_lines: int = WAITING_LINES) -> Iterator[None]:
     """Within, the lines of :data:`LOGGERS` at ``level`` and above go to ``handlers``. At the end, those that wait are
     written within :data:`STOP_SECONDS`, the handlers are closed and the previous configuration is restored."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
-    waiting = _Waiting(Queue(WAITING_LINES))
+    waiting = _Waiting(Queue(waiting_lines))
     writing = _Writing(waiting.queue, *handlers, respect_handler_level=True)
     writing.start()
     before = [(logger, logger.level, logger.propagate) for logger in loggers]

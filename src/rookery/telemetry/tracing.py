@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rookery.errors import UserError
@@ -22,17 +23,25 @@ if TYPE_CHECKING:  # the packages of the extra otel are imported where a trace i
 
 log = logging.getLogger("rookery.telemetry.tracing")
 
-QUEUE_SPANS = 8192
-"""Spans that wait to be sent: some thousand episodes, and some megabytes."""
-
-BATCH_SPANS, BATCH_SECONDS = 512, 2.0
-"""Of one message, and the longest wait before one is sent."""
-
-SEND_SECONDS = 5.0
-"""Time for a message with its repetitions; then its spans are dropped."""
-
 PATH = "/v1/traces"
 """Of a collector, which a setting without a path gets."""
+
+
+@dataclass(frozen=True)
+class SendingRules:
+    """Bounds of what waits for a collector."""
+
+    queue_spans: int = 8192
+    """Spans that wait to be sent: some thousand episodes, and some megabytes."""
+    batch_spans: int = 512
+    """Spans of one message."""
+    batch_seconds: float = 2.0
+    """Longest wait before a message is sent."""
+    send_seconds: float = 5.0
+    """Time for a message with its repetitions; then its spans are dropped."""
+
+
+SENDING_RULES = SendingRules()
 
 
 class TracedCall(NamedTuple):
@@ -48,7 +57,7 @@ class TracedCall(NamedTuple):
 class EpisodeTracer:
     """Sends episodes to a collector. Raises :class:`UserError` where the packages of the extra ``otel`` are absent."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, rules: SendingRules = SENDING_RULES) -> None:
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -95,10 +104,10 @@ class EpisodeTracer:
 
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would report each message that is not taken
         whole = url if "/" in url.partition("://")[2].rstrip("/") else url.rstrip("/") + PATH
-        self._exporter = Watched(OTLPSpanExporter(endpoint=whole, timeout=SEND_SECONDS))
+        self._exporter = Watched(OTLPSpanExporter(endpoint=whole, timeout=rules.send_seconds))
         processor = BatchSpanProcessor(
-            self._exporter, max_queue_size=QUEUE_SPANS, max_export_batch_size=BATCH_SPANS,
-            schedule_delay_millis=1000 * BATCH_SECONDS,
+            self._exporter, max_queue_size=rules.queue_spans, max_export_batch_size=rules.batch_spans,
+            schedule_delay_millis=1000 * rules.batch_seconds,
         )  # fmt: skip
         self._ids = EpisodeIds()
         self._provider = TracerProvider(

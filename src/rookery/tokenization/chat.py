@@ -11,6 +11,7 @@ Promises:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import threading
@@ -31,6 +32,7 @@ from rookery.errors import UserError
 from rookery.tokenization.detokenizer import StreamingText, TokenBytes
 from rookery.tokenization.grammar import GrammarTokenizer
 from rookery.tokenization.registry import config_path
+from rookery.tokenization.token_ids import shared_ids
 from rookery.tokenization.tool_calls import (
     READERS,
     CallReader,
@@ -126,12 +128,18 @@ class Chat:
             raise UserError(f"base_model: {path.name} has no max_position_embeddings")
         return cls(tokenizer, _template_of(folder, settings), special=special, ends=ends, context=context, now=now)
 
+    @cached_property
+    def vocabulary(self) -> str:
+        """A hash of the tokens with their ids: models with the same one mean the same text by the same ids."""
+        tokens = sorted(self._tokenizer.get_vocab().items())
+        return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without added special tokens."""
         if len(text) <= LONG_TEXT:
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return shared_ids(self._tokenizer.encode(text, add_special_tokens=False).ids)
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return list(encoding.ids)
+        return shared_ids(encoding.ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids without special tokens."""
@@ -163,9 +171,13 @@ class Chat:
     def ends(self, texts: Iterable[str], tokens: Iterable[int] | None = None) -> list[int]:
         """The token ids that end a reply with these stop texts: ``tokens``, by default the model's, and the special
         tokens among the texts, which no decoded text shows."""
-        special = {token.content: id for id, token in self._added.items() if token.special}
-        given = self.stop_tokens if tokens is None else tokens
+        special, given = self._special_ids, self.stop_tokens if tokens is None else tokens
         return [*dict.fromkeys([*given, *(special[text] for text in texts if text in special)])]
+
+    @cached_property
+    def _special_ids(self) -> dict[str, int]:
+        """The id of each special token, of which some models have thousands, by its text."""
+        return {token.content: id for id, token in self._added.items() if token.special}
 
     def decode_special(self, tokens: Sequence[int]) -> tuple[str, list[str]]:
         """The text of a reply with its special tokens, and these, each once; ``("", [])`` for a reply without any. The
@@ -326,7 +338,7 @@ class Chat:
             while at < len(edges) and first >= edges[at]:
                 at += 1
             found[at].append(token)
-        return found
+        return [shared_ids(piece) for piece in found]
 
     def _encode_tail(self, text: str, start: int) -> list[int]:
         """Token ids of ``text[start:]`` within ``text``; encoded separately where a token straddles ``start``."""
@@ -336,7 +348,8 @@ class Chat:
             [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
         if any(first < start < last for first, last in encoding.offsets):
             return self.encode(text[start:])
-        return [token for token, (first, _) in zip(encoding.ids, encoding.offsets, strict=True) if first >= start]
+        tail = [token for token, (first, _) in zip(encoding.ids, encoding.offsets, strict=True) if first >= start]
+        return shared_ids(tail)
 
     def _turn_end(self) -> list[int]:
         text = self.render(

@@ -7,8 +7,10 @@ reasoning), each reply has a separate sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from rookery.errors import UserError
 from rookery.tokenization.chat import Chat, Message
@@ -42,11 +44,29 @@ class _Turn:
     weight: float
 
 
-def learned_sequences(chat: Chat, messages: Sequence[Message], weights: Sequence[float]) -> list[LearnedSequence]:
-    """The sequences of a conversation; ``weights`` are those of its messages. Raises :class:`UserError` where the chat
-    template refuses it."""
+def rendered(
+    chat: Chat,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """A conversation of a row as the template writes it: with ``tools``, or calls of them, as a client's conversation
+    with tools is written. Raises :class:`UserError` where the template refuses it."""
+    if not tools and not any(message.get("tool_calls") for message in messages):
+        return chat.render(messages, add_generation_prompt=add_generation_prompt)
+    written, arguments = chat.tools.adapt(messages, tools)
+    return chat.render(written, add_generation_prompt=add_generation_prompt, **arguments)
+
+
+def learned_sequences(
+    chat: Chat, messages: Sequence[Message], weights: Sequence[float], tools: Sequence[Mapping[str, Any]] = ()
+) -> list[LearnedSequence]:
+    """The sequences of a conversation with ``tools``; ``weights`` are those of its messages. Raises :class:`UserError`
+    where the chat template refuses it."""
+    write = partial(rendered, chat, tools=tools)
     turns = [
-        _turn(chat, messages[:number], message, weight)
+        _turn(write, messages[:number], message, weight)
         for number, (message, weight) in enumerate(zip(messages, weights, strict=True))
         if weight
     ]
@@ -56,11 +76,11 @@ def learned_sequences(chat: Chat, messages: Sequence[Message], weights: Sequence
     return [_sequence(chat, turn.text, [turn]) for turn in turns]
 
 
-def _turn(chat: Chat, before: Sequence[Message], reply: Message, weight: float) -> _Turn:
-    prompt = chat.render(before)
-    text = chat.render([*before, reply], add_generation_prompt=False)
+def _turn(write: Callable[..., str], before: Sequence[Message], reply: Message, weight: float) -> _Turn:
+    prompt = write(before)
+    text = write([*before, reply], add_generation_prompt=False)
     if not text.startswith(prompt):  # the template writes more before a reply than in a history: none of it is learned
-        prompt = chat.render(before, add_generation_prompt=False)
+        prompt = write(before, add_generation_prompt=False)
     if not text.startswith(prompt) or len(prompt) == len(text):
         raise UserError("the chat template writes a conversation differently once a reply follows it")
     return _Turn(text, len(prompt), weight)

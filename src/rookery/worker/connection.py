@@ -163,7 +163,7 @@ class ServiceConnection:
             timeout_seconds=TRANSFER_SECONDS,
             peer_seconds=PEER_SECONDS,
             ca_file=settings.trusted,
-            abandoned=lambda digest: self._withdraw([digest]),
+            abandoned=lambda digest: self._evict_adapters([digest]),
         )
         self._generation = GenerationManager(compute, self._transfers, self._on_output)
         self._training = TrainingOps(compute, self._transfers, self._send_result, self._announce)
@@ -248,7 +248,7 @@ class ServiceConnection:
             self._generation.on_disconnect(self._disconnected)
             self._training.on_disconnect()
             await self._receiving.cancel()
-            self._withdraw(self._transfers.withdraw_all())
+            self._evict_adapters(self._transfers.withdraw_all())
 
     async def housekeeping(self) -> None:
         """Delete requests and training states that no controller has claimed within the rejoin period."""
@@ -272,6 +272,8 @@ class ServiceConnection:
             case protocol.Sources():
                 if (waiting := self._sources_requests.pop(message.hash, None)) is not None and not waiting.done():
                     waiting.set_result(message.sources)
+                else:
+                    self._transfers.replace_sources(message.hash, message.sources)
             case protocol.Replicate():
                 self._cache_events.report_again(ref.hash for ref in message.refs)
                 for ref in message.refs:
@@ -279,7 +281,7 @@ class ServiceConnection:
             case protocol.HandOver():
                 self._receiving.start(self._receive(message))
             case protocol.Withdraw():
-                self._withdraw(self._transfers.withdraw(message.hashes))
+                self._evict_adapters(self._transfers.withdraw(message.hashes))
             case protocol.Retain():
                 self._transfers.retain(message.hashes)
             case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():
@@ -294,14 +296,19 @@ class ServiceConnection:
     def _evict(self, message: protocol.EvictArtifacts) -> None:
         for digest in message.hashes:
             self._transfers.evict(digest)
-        self._compute.call(lambda core: core.evict_adapters(message.hashes), touches="engine")
-        self._compute.call(lambda core: core.discard_offloaded(message.hashes))
+        digests, policy = message.hashes, message.policy
+        self._evict_adapters(digests, policy)
+        self._compute.post(
+            "the deletion of offloaded states", lambda core: core.discard_offloaded(digests), policy=policy
+        )
         if message.policy:
             self._training.evict(message.policy, offload=message.offload)
 
-    def _withdraw(self, digests: list[str]) -> None:
+    def _evict_adapters(self, digests: list[str], policy: str = "") -> None:
         if digests:
-            self._compute.call(lambda core: core.withdraw(*digests), touches="engine")
+            self._compute.post(
+                "the eviction of adapters", lambda core: core.evict_adapters(digests), touches="engine", policy=policy
+            )
 
     async def _receive(self, message: protocol.HandOver) -> None:
         """Have another worker's version ready before it is committed; if that fails, it is pulled after that."""
@@ -324,8 +331,10 @@ class ServiceConnection:
 
     def _prepare(self, ref: protocol.AdapterRef, folder: Path) -> None:
         """Load the version ahead. If that fails, its first request loads it."""
-        loading = asyncio.wrap_future(self._compute.call(lambda core: core.prepare(ref, folder), touches="engine"))
-        loading.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._compute.post(
+            "the preparation of a version", lambda core: core.prepare(ref, folder), touches="engine",
+            policy=ref.policy, version=ref.version,
+        )  # fmt: skip
 
     # --- outgoing ---------------------------------------------------------------------------------------------------
 
@@ -414,7 +423,7 @@ class ServiceConnection:
                 beat, transfers.bytes_from_service + transfers.bytes_from_peers + self._generation.prepared
             ),
             waiting=beat.waiting + self._generation.waiting(),
-            receiving=dict(transfers.receiving),
+            receiving=transfers.receiving,
             stalled=self._watch.stalled,
             gauges={
                 **beat.gauges,
@@ -425,6 +434,7 @@ class ServiceConnection:
                 "pulled_from_service_bytes": transfers.bytes_from_service,
                 "served_to_peers_bytes": self._peer_server.bytes_sent if self._peer_server is not None else 0,
                 "worker_stalls": self._watch.stalls,
+                "worker_failed_posts": self._compute.failed_posts,
             },
         )
 

@@ -22,8 +22,9 @@ from rookery.worker import device, memory, teams
 from rookery.worker.engine.base import Engine
 from rookery.worker.engine.native.drafts import Speculator
 from rookery.worker.engine.native.engine import PREFILL_TOKENS, NativeEngine
-from rookery.worker.engine.native.runner import KernelRunner, Runner, best_runner
-from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
+from rookery.worker.engine.native.runner import KernelRunner, best_runner
+from rookery.worker.engine.runner import Runner
+from rookery.worker.engine.slo_gate import SloGate, measure_costs
 from rookery.worker.engine.vllm.loading import cache_alone, load_vllm
 from rookery.worker.grammars import Grammars
 from rookery.worker.lane_plan import measure_slowdowns
@@ -53,6 +54,7 @@ GPU_SLICE_TOKENS = 16384
 
 
 NO_TRAINING = "the worker does not train"
+FULL_PARAMETERS = "a full-parameter policy trains"
 
 
 class WorkerCore:
@@ -95,10 +97,11 @@ class WorkerCore:
             parts = parts | {"base": MemoryUse(self.budget.base, self.budget.base)}
         return parts if self.grammars is None else parts | {"grammars": self.grammars.memory()}
 
-    def allows_lanes(self) -> bool:
-        """Whether training may run beside decoding now: a full-parameter policy computes by PyTorch's operations, whose
-        sums depend on the number of threads."""
-        return not self.no_lanes and not self.queue.pending_of(self.queue.full)
+    def why_turns(self) -> str:
+        """Why training cannot run beside decoding now; empty where it can. A full-parameter policy computes by
+        PyTorch's operations, whose sums depend on the number of threads."""
+        full = self.queue.pending_of(self.queue.full)
+        return self.no_lanes or (FULL_PARAMETERS if full else "")
 
     def submit(
         self, generate: protocol.Generate, folder: Path | None, arrived: float, grammar: ReplyGrammar | None = None
@@ -131,13 +134,9 @@ class WorkerCore:
         except (NoRoom, UserError) as error:
             log.info("version %s of %s is not loaded ahead: %s", ref.hash[:12], ref.policy, error)
 
-    def withdraw(self, *digests: str) -> None:
-        """These versions of :meth:`prepare` are not committed."""
-        for digest in digests:
-            self.engine.evict_adapter(digest)
-
     def evict_adapters(self, digests: Sequence[str]) -> None:
-        """Nothing will name these versions again."""
+        """Nothing will name these versions: again, or ever, where they were loaded by :meth:`prepare` and are not
+        committed."""
         for digest in digests:
             self.engine.evict_adapter(digest)
 

@@ -66,6 +66,14 @@ PAIR_BYTES = 120
 """Memory of one of the likeliest tokens with its log-probability."""
 
 
+Stage = Literal["preparing", "running", "ended"]
+"""Of a request here: its grammar or adapter is on its way; the engine has it; its text is complete, or it failed."""
+
+Delivery = Literal["claimed", "delivered", "unclaimed"]
+"""Of its output: the present connection named the request and is sent what is there; that connection has been sent the
+end; no connection has named the request since the last one was lost."""
+
+
 @dataclass(eq=False)
 class HeldRequest:
     """One request. Token numbers count from the first of ``prefix_tokens``; those sampled here begin at ``start``."""
@@ -75,32 +83,29 @@ class HeldRequest:
     key: str
     """Its name in the engine, that of its first assignment: tokens of an aborted one cannot be taken for its own."""
     arrived: float = field(default_factory=time.monotonic)
+    stage: Stage = "preparing"
+    delivery: Delivery = "claimed"
     idle_since: float = 0.0
-    """When the present connection was sent the end, or an earlier connection was lost; monotonic time."""
-    claimed: bool = True
-    """Whether the present connection named it."""
+    """When it came to be delivered or unclaimed; monotonic time."""
     sent: int = 0
     """Number of the first token that the present connection has not been sent."""
     scores_sent: int = 0
     """The same of ``prompt_logprobs``."""
-    end_sent: bool = False
-    """Whether the present connection has been sent the end."""
     log: protocol.TokenLog = field(default_factory=protocol.TokenLog)
     version: int = 0
     """Of the last chunk, which may have no token."""
     policy: str = ""
     finish: Literal["", "stop", "length", "abort", "error"] = ""
+    """Why it has ended; empty before."""
     error: str = ""
     prompt_logprobs: protocol.PromptLogprobs | None = None
     """They come with the end."""
     top_logprobs: list[protocol.Likeliest] = field(default_factory=list)
     """Of each token of ``log``, where requested; else empty."""
     submission: asyncio.Task[None] | None = None
-    submitted: bool = False
-    """Whether the engine has it."""
     pending_switch: protocol.SwitchAdapter | None = None
     switching: asyncio.Task[None] | None = None
-    """Carries out ``pending_switch`` once the request is submitted."""
+    """Carries out ``pending_switch`` once the engine has the request."""
 
     @property
     def start(self) -> int:
@@ -130,10 +135,18 @@ class HeldRequest:
         """Whether ``claim`` has it continue with a newer version of its policy."""
         return claim.adapter is not None and claim.adapter.replaces(self.generate.adapter, claim.in_flight)
 
+    def end(self, finish: Literal["stop", "length", "abort", "error"], error: str) -> None:
+        """It has its last token, or will have no more."""
+        self.stage, self.finish, self.error = "ended", finish, error
+
+    def deliver(self, delivery: Delivery, now: float) -> None:
+        """Its output is in another state from ``now`` on."""
+        self.delivery, self.idle_since = delivery, now
+
     @property
     def unsent(self) -> bool:
         """Whether the present connection wants something that it has not been sent."""
-        return self.claimed and not self.end_sent and (self.sent < self.length or bool(self.finish))
+        return self.delivery == "claimed" and (self.sent < self.length or self.stage == "ended")
 
     @property
     def unsent_scores(self) -> bool:
@@ -170,9 +183,9 @@ class HeldRequest:
             self.scores_sent += len(chunk.prompt_logprobs)
             return chunk
         self.sent = self.start + end
-        if self.sent == self.length:
+        if self.sent == self.length and self.stage == "ended":
             chunk.finish, chunk.error = self.finish, self.error
-            self.end_sent, self.idle_since = bool(self.finish), now
+            self.deliver("delivered", now)
         return chunk
 
 
@@ -198,10 +211,16 @@ class GenerationManager:
         self._on_output = on_output
         self.held: dict[str, HeldRequest] = {}
         self._by_key: dict[str, HeldRequest] = {}
+        self._output: dict[HeldRequest, None] = {}
+        """The requests that may have output to send: a flush looks at no others."""
+        self._sent_scores: dict[HeldRequest, int] = {}
+        """The memory of the log-probabilities of ended requests that were sent, those sent first in front."""
+        self._sent_bytes = 0
+        """Of all of these."""
         self._adapter_room = MemoryQueue()
         self._grammars: Grammars | None = None
         """The engine's, once a request needed them."""
-        self.first_pause = FIRST_PAUSE_SECONDS
+        self.first_pause, self.fence_seconds = FIRST_PAUSE_SECONDS, FENCE_SECONDS
         self.failed = 0
         """Requests that ended with an error."""
         self.failed_switches = 0
@@ -226,7 +245,7 @@ class GenerationManager:
         """Continue a request with a newer version as soon as that is loaded; replaces an earlier pending switch. A
         request that has ended, or is unknown, does not change."""
         held = self._find(switch)
-        if held is not None and not held.finish:
+        if held is not None and held.stage != "ended":
             self._schedule_switch(held, switch)
 
     def abort(self, abort: protocol.Abort) -> None:
@@ -235,8 +254,8 @@ class GenerationManager:
         held = self._find(abort)
         if held is not None and not abort.resume:
             self._drop(held)
-        elif held is not None and held.submitted and not held.finish:
-            self._compute.call(lambda core: core.engine.abort(held.key), touches="engine")
+        elif held is not None and held.stage == "running":
+            self._abort(held)
 
     def _find(self, message: protocol.Abort | protocol.SwitchAdapter) -> HeldRequest | None:
         """The request that the message concerns, if it is held under the same assignment."""
@@ -246,25 +265,37 @@ class GenerationManager:
     def _drop(self, held: HeldRequest) -> None:
         """Delete a request and its tokens."""
         del self.held[held.generate.request], self._by_key[held.key]
+        self._output.pop(held, None)
+        self._sent_bytes -= self._sent_scores.pop(held, 0)
         for task in (held.submission, held.switching):
             if task is not None:
                 task.cancel()
-        if not held.finish:
-            self._compute.call(lambda core: core.engine.abort(held.key), touches="engine")
+        if held.stage != "ended":
+            self._abort(held)
+
+    def _abort(self, held: HeldRequest) -> None:
+        """The engine ends the request, if it has it."""
+        name, tenant = held.generate.request, held.generate.tenant
+        self._compute.post(
+            "the abort of a request", lambda core: core.engine.abort(held.key), touches="engine",
+            request=name, tenant=tenant,
+        )  # fmt: skip
 
     def _resume(self, held: HeldRequest, claim: protocol.Generate) -> None:
         held.generate = msgspec.structs.replace(held.generate, assignment=claim.assignment)
-        held.claimed, held.end_sent, held.sent, held.scores_sent = True, False, len(claim.prefix_tokens), 0
+        held.delivery, held.sent, held.scores_sent = "claimed", len(claim.prefix_tokens), 0
+        self._output[held] = None
+        self._sent_bytes -= self._sent_scores.pop(held, 0)
         latest = held.generate.adapter if held.pending_switch is None else held.pending_switch.adapter
         ref = claim.adapter
-        if ref is not None and ref.replaces(latest, claim.in_flight) and not held.finish:
+        if ref is not None and ref.replaces(latest, claim.in_flight) and held.stage != "ended":
             recompute = claim.in_flight == "recompute"
             switch = protocol.SwitchAdapter(
                 request=claim.request, assignment=claim.assignment, adapter=ref, recompute=recompute
             )
             self._schedule_switch(held, switch)
         log.info("request %s resumes at token %d", held.generate.request, held.sent)
-        if held.sent < held.length or held.finish:
+        if held.unsent:
             self._on_output(True)
 
     async def _submit(self, held: HeldRequest, generate: protocol.Generate) -> None:
@@ -286,13 +317,15 @@ class GenerationManager:
                 await self._submit(held, msgspec.structs.replace(generate, adapter=ref))
                 return
             # Another worker may run it: it is aborted, with the reason unless a later attempt here may run it, too.
-            held.finish = "error" if failure_category(error) == "failed" else "abort"
-            held.error = "" if isinstance(error, Unreachable | Unavailable) else one_line(error)
+            finish: Literal["error", "abort"] = "error" if failure_category(error) == "failed" else "abort"
+            held.end(finish, "" if isinstance(error, Unreachable | Unavailable) else one_line(error))
+            self._output[held] = None
             self.failed += 1
             log.warning("request %s failed: %s", held.generate.request, one_line(error), exc_info=not is_plain(error))
             self._on_output(True)
             return
-        held.submitted = True
+        if held.stage == "preparing":  # a short text may have ended by now
+            held.stage = "running"
         if held.pending_switch is not None:
             self._schedule_switch(held, held.pending_switch)
 
@@ -301,7 +334,7 @@ class GenerationManager:
         if generate.logits is None or not generate.logits.schema:
             return None
         if self._grammars is None:
-            self._grammars = await asyncio.wrap_future(self._compute.call(lambda core: core.grammars, touches="engine"))
+            self._grammars = await self._compute.call(lambda core: core.grammars, touches="engine")
         if self._grammars is None:
             return None
         return await self._grammars.reply(generate.tenant, generate.logits.schema, generate.prefix_tokens)
@@ -310,7 +343,8 @@ class GenerationManager:
         held.pending_switch = switch
         if held.switching is not None:
             held.switching.cancel()
-        held.switching = asyncio.create_task(self._switch(held, switch)) if held.submitted else None
+        prepared = held.stage != "preparing"
+        held.switching = asyncio.create_task(self._switch(held, switch)) if prepared else None
 
     async def _switch(self, held: HeldRequest, switch: protocol.SwitchAdapter) -> None:
         """Load the newer version while the request runs, then switch."""
@@ -343,7 +377,7 @@ class GenerationManager:
         ``client``: of a client's request. ``runs``: the request runs already, with another version."""
 
         async def call(folder: Path | None) -> bool:
-            return await asyncio.wrap_future(self._compute.call(lambda core: function(core, folder), touches="engine"))
+            return await self._compute.call(lambda core: function(core, folder), touches="engine")
 
         if ref is None:
             await call(None)
@@ -353,7 +387,7 @@ class GenerationManager:
             return
         async with self._transfers.pulled(ref) as folder:
             for attempt in range(LOADS):
-                first = client and self._adapter_room.waited < FENCE_SECONDS
+                first = client and self._adapter_room.waited < self.fence_seconds
                 try:
                     await self._adapter_room.run(lambda: call(folder), first=first)
                     return
@@ -367,9 +401,9 @@ class GenerationManager:
         """Whether a request may keep this adapter in memory although others wait for room."""
         if not client:
             return not self._adapter_room.waiting
-        if self._adapter_room.waited < FENCE_SECONDS:
+        if self._adapter_room.waited < self.fence_seconds:
             return True
-        users = [held.generate for held in self.held.values() if held.submitted and not held.finish]
+        users = [held.generate for held in self.held.values() if held.stage == "running"]
         return any(one.adapter is not None and one.adapter.hash == ref.hash and not one.client for one in users)
 
     # --- from the engine --------------------------------------------------------------------------------------------
@@ -386,7 +420,10 @@ class GenerationManager:
             held.top_logprobs += chunk.top_logprobs
             assert received == len(chunk.tokens), f"{chunk.request}: the engine sampled token {chunk.offset} twice"
             held.version, held.policy = chunk.version, chunk.policy
-            held.finish, held.error, held.prompt_logprobs = chunk.finish, chunk.error, chunk.prompt_logprobs
+            held.prompt_logprobs = chunk.prompt_logprobs
+            if chunk.finish:
+                held.end(chunk.finish, chunk.error)
+            self._output[held] = None
             urgent |= bool(chunk.finish)
         if chunks:
             self._on_output(urgent)
@@ -399,24 +436,22 @@ class GenerationManager:
         """Chunks for one message that the present connection has not been sent, clients' tokens first; they count as
         sent at ``now``. None: it has been sent everything."""
         chunks, room = [], FRAME_BYTES
-        unsent = [held for held in self.held.values() if held.unsent]
+        unsent = [held for held in self._output if held.unsent]
         for held in sorted(unsent, key=lambda held: (held.unsent_scores, not held.generate.client)):
             while room > 0 and held.unsent:
                 chunks.append(chunk := held.next_chunk(room, now))
                 room -= _encoded_bytes(chunk)
-        if any(chunk.finish for chunk in chunks):
-            self._bound_sent()
+            if held.delivery == "delivered" and (size := held.score_bytes):
+                self._sent_scores[held] = size
+                self._sent_bytes += size
+        self._output = {held: None for held in unsent if held.unsent}
+        self._bound_sent()
         return chunks
 
     def _bound_sent(self) -> None:
         """Delete ended requests with log-probabilities, those sent first, above :data:`SENT_BYTES`."""
-        ended = [held for held in self.held.values() if held.end_sent and held.score_bytes]
-        excess = sum(held.score_bytes for held in ended) - SENT_BYTES
-        for held in sorted(ended, key=lambda held: held.idle_since):
-            if excess <= 0:
-                return
-            excess -= held.score_bytes
-            self._drop(held)
+        while self._sent_bytes > SENT_BYTES:
+            self._drop(next(iter(self._sent_scores)))
 
     @property
     def prepared(self) -> int:
@@ -429,22 +464,22 @@ class GenerationManager:
 
     def waiting(self) -> int:
         """Number of requests that wait for their grammar or their adapter."""
-        return sum(held.submission is not None and not held.submission.done() for held in self.held.values())
+        return sum(held.stage == "preparing" for held in self.held.values())
 
     def on_disconnect(self, now: float) -> None:
         """The connection has ended: no request is claimed."""
         for held in self.held.values():
-            if held.claimed:
-                held.claimed, held.idle_since = False, now
+            if held.delivery != "unclaimed":
+                held.deliver("unclaimed", now)
 
     def abort_unclaimed(self) -> None:
         """The controller has had time to claim its requests: abort the others. Finished ones cost nothing."""
         for held in list(self.held.values()):
-            if not held.claimed and not held.finish:
+            if held.delivery == "unclaimed" and held.stage != "ended":
                 self._drop(held)
 
     def expire(self, before: float) -> None:
         """Delete requests that have been unclaimed, or sent to their end, since ``before``."""
         for held in list(self.held.values()):
-            if (not held.claimed or held.end_sent) and held.idle_since < before:
+            if held.delivery != "claimed" and held.idle_since < before:
                 self._drop(held)

@@ -2,7 +2,8 @@
 
 The work of all jobs of a tenant counts as one job's here. Durations are seconds alone on all cores: those of a slice
 beside another are divided by its measured slowdown. A tenant's stage has ended when nothing of it is left in the
-engine, or the trainer.
+engine, or the trainer. Its stage *environment* is the time from then until the other of the two has work of it: its
+environments and graders run, or the service commits a version and sends the next prompts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rookery.scheduling.pipelines import (
     BUCKETS,
     ENGINE,
     MOST_STAGES,
+    NO_WORK,
     TRAINER,
     TURNS,
     JobStages,
@@ -36,14 +38,24 @@ from rookery.scheduling.pipelines import (
     choose,
 )
 from rookery.worker import device, teams
-from rookery.worker.engine.native.attention import SequenceChunk
-from rookery.worker.engine.native.runner import Runner
+from rookery.worker.engine.runner import Runner
+from rookery.worker.engine.sequences import SequenceChunk
 from rookery.worker.trainer.packed_pass import Backbone
 from rookery.worker.trainer.packing import LossTokens, PackedGroup, pack_groups
 
 PLAN_SECONDS = 0.5
 """A plan is made again after so long, or when other tenants have work: stages last longer, and a plan takes about a
 millisecond."""
+
+PLANS_APART = 100
+"""Times as long as the last plan took, until the next one: with many tenants a plan takes longer, and it must not take
+more than a hundredth of the time."""
+
+MOST_APART = 10.0
+"""Seconds: another program may have had the processor during the last plan."""
+
+MOST_AWAY = 64
+"""Tenants without work whose return is predicted, those that left last."""
 
 RETRY_SECONDS = 60.0
 """After so long in turns, what was measured at the start counts again: in turns nothing else corrects the table."""
@@ -61,13 +73,40 @@ MEASURE_SECONDS = 4.0
 """The start measures no further split of the cores after so long."""
 
 
-def splits(threads: int) -> list[int]:
-    """Threads of the engine's lane that are worth a comparison, turns first."""
+def splits(threads: int, device_name: str = "cpu") -> list[int]:
+    """Threads of the engine's lane that are worth a comparison, turns first. A GPU is not divided by the threads that
+    start its kernels: there is one way to run beside."""
+    if device_name.startswith("cuda"):
+        return [TURNS, lane_threads(threads)]
     quarters = {round(threads * part / 4) for part in (1, 2, 3)}
     return [TURNS, *sorted((one for one in quarters if 0 < one < threads), key=lambda one: abs(one - threads / 2))]
 
 
+def lane_threads(threads: int) -> int:
+    """Of the engine's lane, which has half of the worker's."""
+    return max(1, threads // 2)
+
+
+def trainer_threads(threads: int, lane: int, *, computes: bool) -> int:
+    """Of the trainer, beside a lane with so many of the worker's threads that ``computes`` or waits: a lane of one
+    thread that waits has no team, so that all others are the trainer's."""
+    return threads if lane == 1 and not computes else max(1, threads - lane)
+
+
+def parts_of(device_name: str, threads: int, lane: int, *, computes: bool) -> tuple[float, float]:
+    """The parts of the device that the engine's lane and the trainer beside it compute with. A GPU is not divided by
+    threads: each of two streams counts as half of it."""
+    if device_name.startswith("cuda"):
+        return 0.5, 1 - computes / 2
+    return lane / threads, trainer_threads(threads, lane, computes=computes) / threads
+
+
 Part = Literal["engine", "trainer"]
+
+
+def _environment_after(part: Part, tenant: str) -> str:
+    """The predictor's name of the time between this part's work for a tenant and the other's."""
+    return f"{tenant} environment after {part}"
 
 
 class LanePlan:
@@ -75,14 +114,15 @@ class LanePlan:
 
     def __init__(
         self,
-        threads: int,
+        modes: Sequence[int],
         table: SlowdownTable,
         costs: CostTable,
         depth: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``table`` and ``costs``: as measured at the start, the latter of the engine's slices alone on all cores."""
-        self._modes = splits(threads)
+        """``modes``: :func:`splits`. ``table`` and ``costs``: as measured at the start, the latter of the engine's
+        slices alone on all cores."""
+        self._modes = modes
         self._first = table
         self._costs = deepcopy(costs)
         """Of slices alone on all cores. The gate's own follow slices as they are, also those with fewer cores."""
@@ -94,13 +134,17 @@ class LanePlan:
         self._spent: defaultdict[str, dict[StageKind, float]] = defaultdict(dict)
         """Of the present stages, by tenant."""
         self._present: dict[Part, set[str]] = {"engine": set(), "trainer": set()}
+        self._away: LRUCache[str, tuple[Part, float]] = LRUCache(MOST_AWAY)
+        """Tenants with work in neither: the part that they left, and when."""
         self._rows: LRUCache[str, int] = LRUCache(MOST_STAGES)
         """Of each tenant, when it last had work in the engine."""
         self._predictor = StagePredictor()
         self._planned_at = -math.inf
         self._planned_for: object = None
+        self._took = 0.0
+        """Seconds of the last plan."""
         self._turns_since = clock()
-        self.choice = LaneChoice(TURNS, 0.0, "no work to run beside")
+        self.choice = LaneChoice(TURNS, 0.0, NO_WORK)
 
     # --- slices -------------------------------------------------------------------------------------------------------
 
@@ -154,7 +198,13 @@ class LanePlan:
                 self._predictor.record(f"{tenant} {kind}", spent.pop(kind))
             if not spent:
                 del self._spent[tenant]
-        self._present[part] = now
+        left, self._present[part] = self._present[part] - now, now
+        for tenant in left.difference(*self._present.values()):
+            self._away[tenant] = part, self._clock()
+        for tenant in [one for one in now if one in self._away]:
+            before, since = self._away.pop(tenant)
+            if before != part:
+                self._predictor.record(_environment_after(before, tenant), self._clock() - since)
 
     def _spend(self, tenant: str, kind: StageKind, seconds: float) -> None:
         spent = self._spent[tenant]
@@ -167,9 +217,11 @@ class LanePlan:
         now = self._clock()
         rows = {tenant: max(1, count) for tenant, count in rows.items()}
         self._rows.update(rows)
-        generating = set(rows)
-        work = generating, set(training)
-        if now - self._planned_at < PLAN_SECONDS and work == self._planned_for:
+        work = set(rows), set(training)
+        apart = PLAN_SECONDS if work == self._planned_for else 0.0
+        if all(work):
+            apart = max(apart, min(PLANS_APART * self._took, MOST_APART))
+        if now - self._planned_at < apart:
             return self.choice
         self._planned_at, self._planned_for = now, work
         if self.choice.active:
@@ -178,27 +230,49 @@ class LanePlan:
             self.table = deepcopy(self._first)
             self._turns_since = now
         costs = LaneCosts(self.table, lambda count: self._costs.predict("decode", count))
-        chains = self._chains(generating, work[1])
+        chains = self.foreseen(*work)
         self.choice = choose(chains, self._modes, costs, self.choice.threads, self._depth)
+        self._took = self._clock() - now if all(work) else 0.0
         return self.choice
 
     def slowdowns(self, rows: int, threads: int) -> tuple[float, float]:
         """Of engine and trainer while both have work, in this mode."""
         return self.table.slowdown(threads, "decode" if rows else "prefill", rows)
 
-    def _chains(self, generating: set[str], training: set[str]) -> list[JobStages]:
+    def foreseen(self, generating: Collection[str], training: Collection[str]) -> list[JobStages]:
         """The predicted rest of each tenant's present work, and the work that follows it in its step."""
+        now = self._clock()
         chains: list[JobStages] = []
-        for tenant in sorted(generating | training):
-            engine = self._stages(
-                tenant, ("prefill", "decode", "tail"), self._rows.get(tenant, 1), present=tenant in generating
-            )
-            trainer = self._stages(tenant, ("train", "optimizer"), 0, present=tenant in training)
+        for tenant in sorted({*generating, *training}):
+            engine = self._generation(tenant, present=tenant in generating)
+            trainer = self._training(tenant, present=tenant in training)
             if tenant in generating and tenant in training:
                 chains += [engine, trainer]
+            elif tenant in generating:
+                chains.append(engine + self._environment(tenant, "engine", trainer))
             else:
-                chains.append(engine + trainer if tenant in generating else trainer + engine)
+                chains.append(trainer + self._environment(tenant, "trainer", engine))
+        for tenant, (part, since) in sorted(self._away.items()):
+            if (
+                tenant not in generating
+                and tenant not in training
+                and (past := now - since) < (self._predictor.predict(_environment_after(part, tenant)) or 0.0)
+            ):
+                of_other = self._training if part == "engine" else self._generation
+                chains.append(self._environment(tenant, part, of_other(tenant, present=False), past))
         return [chain for chain in chains if chain]
+
+    def _environment(self, tenant: str, part: Part, others: JobStages, past: float = 0.0) -> JobStages:
+        """The stages ``others`` of the other part, after the rest of the time between the two."""
+        between = self._predictor.predict(_environment_after(part, tenant))
+        return (Stage("environment", between - past), *others) if others and between else others
+
+    def _generation(self, tenant: str, *, present: bool) -> JobStages:
+        rows = self._rows.get(tenant, 1)
+        return self._stages(tenant, ("prefill", "decode", "tail"), rows, present=present)
+
+    def _training(self, tenant: str, *, present: bool) -> JobStages:
+        return self._stages(tenant, ("train", "optimizer"), 0, present=present)
 
     def _stages(self, tenant: str, kinds: Sequence[StageKind], rows: int, *, present: bool) -> JobStages:
         """One part of a tenant's step, or the rest of it if it is ``present``: endless if it is that and unknown."""
@@ -225,7 +299,7 @@ def measure_slowdowns(
     began = time.perf_counter()
     _train(backbone, where)
     alone = min(_train(backbone, where) for _ in range(2))
-    for split in splits(threads)[1:]:
+    for split in splits(threads, where.type)[1:]:
         for rows in (*BUCKETS, 0):
             slots = [slot for _ in range(max(1, min(rows, max_rows))) if (slot := runner.store.allocate(128))]
             tokens = 1 if rows else 128

@@ -19,8 +19,8 @@ from torch import Tensor
 from rookery import protocol
 from rookery.errors import RookeryError, UserError, short
 from rookery.tokenization import registry
-from rookery.worker.engine.native.attention import SequenceChunk
-from rookery.worker.engine.native.runner import Runner
+from rookery.worker.engine.runner import Runner
+from rookery.worker.engine.sequences import SequenceChunk
 from rookery.worker.memory import NoRoom
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.lora import LoraManager

@@ -11,7 +11,6 @@ import json
 import logging
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 
 from rookery import protocol
 from rookery.errors import EXIT_REFUSED, UserError
+from rookery.folders import temporary_folder
 from rookery.settings import WORKER_SETTINGS, Settings
 from rookery.spec.fleet import PROFILED_RANK
 from rookery.spec.policy import TARGETS
@@ -27,7 +27,9 @@ from rookery.telemetry.log import log_to_stderr
 from rookery.worker import device, teams
 from rookery.worker.core import WorkerCore, load_core
 from rookery.worker.engine.native.engine import PREFILL_TOKENS
+from rookery.worker.memory import MemoryBudget
 from rookery.worker.model.convert import prepare
+from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 log = logging.getLogger("rookery.worker")
 
@@ -50,15 +52,34 @@ TRAIN_STEPS = 3
 
 
 def measure(model: str, settings: Settings) -> dict[str, Any]:
-    """The fields of :class:`~rookery.spec.machine.Machine` that can be measured here: speeds, and the sizes of the KV
-    cache and of a version. Seconds, tokens and bytes."""
+    """The fields of :class:`~rookery.spec.machine.Machine` that can be measured here: speeds, the sizes of the KV cache
+    and of a version, and the memory of a worker that divides it. Seconds, tokens and bytes."""
     began = time.perf_counter()
     teams.reserve(settings.worker.threads)
     folder = prepare(model, settings.cache)
     core = load_core(folder, settings.replace(slo_gate=False), lambda: None)  # whose slices need no second measurement
     loaded = time.perf_counter() - began
-    with tempfile.TemporaryDirectory() as scratch:
-        return {"load": round(loaded, 1)} | _generation(core, settings) | _training(core, settings, Path(scratch))
+    with temporary_folder() as scratch:
+        generation = _generation(core, settings)
+        training, state = _training(core, settings, Path(scratch))
+        found = {"load": round(loaded, 1)} | generation | training
+        if core.budget is None:
+            return found
+        tokens, train_slice = generation.get("cache_tokens", 0), training["train_slice"]
+        return found | {"memory": shares(core.budget, tokens, train_slice, state)}
+
+
+def shares(budget: MemoryBudget, cache_tokens: int, train_slice: int, state: int) -> dict[str, int]:
+    """A budget as the memory of a fleet file: activations have their whole share, however long a slice is, and states
+    no more than theirs. ``cache_tokens``: of the whole cache, 0 if unknown. ``state``: bytes of one."""
+    return {
+        "total": budget.total,
+        "base": budget.base,
+        "cache_token": budget.kv_cache // cache_tokens if cache_tokens else 0,
+        "train_token": budget.activations // train_slice,
+        "states": budget.training_states,
+        "state": state,
+    }
 
 
 def _generation(core: WorkerCore, settings: Settings) -> dict[str, Any]:
@@ -77,9 +98,8 @@ def _generation(core: WorkerCore, settings: Settings) -> dict[str, Any]:
         "decode": [[count, round(seconds, 6)] for count, seconds in curve],
         "prefill_token": round(prefill / slice_tokens, 8),
         "prefill_slice": slice_tokens,
-        "cache_tokens": core.engine.free_tokens,
         "context": core.engine.limits.max_context,
-    }
+    } | ({"cache_tokens": tokens} if (tokens := core.engine.free_tokens) else {})
 
 
 def _run(core: WorkerCore, count: int, prompt: int, tokens: int) -> list[float]:
@@ -109,7 +129,8 @@ def _prefill(core: WorkerCore, tokens: int) -> float:
     return min(sum(_run(core, 1, tokens, 1)) for _ in range(TRAIN_STEPS))
 
 
-def _training(core: WorkerCore, settings: Settings, scratch: Path) -> dict[str, Any]:
+def _training(core: WorkerCore, settings: Settings, scratch: Path) -> tuple[dict[str, Any], int]:
+    """The fields of training, and the bytes of a training state in memory."""
     first = protocol.InitAdapter(op="", policy=POLICY, rank=RANK, alpha=ALPHA, targets=list(TARGETS), seed=0, upload="")
     start = protocol.AdapterRef(policy=POLICY, version=0, hash=POLICY, rank=RANK, alpha=ALPHA)
     initial = scratch / "initial"
@@ -130,6 +151,7 @@ def _training(core: WorkerCore, settings: Settings, scratch: Path) -> dict[str, 
         passes.append(_seconds(core))
         trainer.optim_step(protocol.OptimStep(op="step", operations=1, adam=protocol.Adam(lr=1e-4, clip=1.0), **step))
         optimizers.append(_seconds(core))
+    state = core.queue.memory()["training_states"].used
     commit: dict[str, Any] = {"policy": POLICY, "lease": 1, "parent": start, "steps": TRAIN_STEPS + 1, "tenant": ""}
     trainer.optim_step(protocol.OptimStep(op="commit", adam=None, upload="commit", **commit))
     while core.queue.step():
@@ -142,11 +164,11 @@ def _training(core: WorkerCore, settings: Settings, scratch: Path) -> dict[str, 
     adapter = sum(size for name, size in sizes.items() if name.startswith("adapter"))
     return {
         "train_token": round(statistics.median(passes[1:]) / (SEQUENCES * SEQUENCE_TOKENS), 8),
-        "train_slice": settings.training.slice_tokens,
+        "train_slice": trainer.slice_tokens if isinstance(trainer, PackedTrainer) else settings.training.slice_tokens,
         "optimizer": round(statistics.median(optimizers[1:]), 4),
         "adapter_bytes": adapter,
         "state_bytes": sum(sizes.values()) - adapter,
-    }
+    }, state
 
 
 def _seconds(core: WorkerCore) -> float:

@@ -33,10 +33,10 @@ CROWDED_SHARE = 0.25
 to one program that always runs wait about a third of it, on a quiet machine some percent."""
 
 QUIET_SHARE = 0.1
-"""The share below which they spin as usual again …"""
+"""The share below which they spin as usual again, after :data:`QUIET_LOOKS`."""
 
 QUIET_LOOKS = 5
-"""… after so many looks in a row."""
+"""So many looks in a row must find less than :data:`QUIET_SHARE`."""
 
 LEAST_SECONDS = 0.1
 """Time of all threads between two looks below which nothing is decided: the worker is idle."""

@@ -6,7 +6,8 @@ those of the lanes. The GNU runtime lets threads spin briefly once a process has
 has processors, which makes a decode step of few rows half as fast. A team grows and shrinks with the number that its
 thread asks for; it ends with its thread.
 
-A result does not depend on the number of threads where the kernels compute in bfloat16 (:func:`why_inexact`).
+A result does not depend on the number of threads where the kernels compute in bfloat16 and the processor multiplies it
+natively (:func:`why_inexact`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from rookery.machine import cores
 from rookery.worker.engine.native.kernels import runtime
 from rookery.worker.model.batch_invariance import uses_amx
+from rookery.worker.model.decoder import best_dtype
 
 
 @cache
@@ -64,6 +66,8 @@ def why_inexact(device: torch.device, dtype: torch.dtype, *, kernels: bool) -> s
         return "engine and trainer do not compute by CPU kernels"
     if dtype != torch.bfloat16:
         return "float32 products depend on the number of threads"
+    if best_dtype(device) != dtype:
+        return "bfloat16 products that this processor emulates depend on the number of threads"
     if uses_amx(dtype, device):
         return "products by tile instructions depend on the number of threads"
     gnu = runtime.openmp_parallel() is not None and _setter() is not None

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from rookery import protocol
 from rookery.worker.compute import Compute
@@ -32,6 +32,7 @@ from rookery.worker.failures import failure_category
 from rookery.worker.memory import MemoryQueue
 from rookery.worker.trainer.base import Trainer
 from rookery.worker.trainer.operation_queue import Export, TrainerResult
+from rookery.worker.trainer.states import StaleOperation
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import is_plain, one_line
 
@@ -53,7 +54,7 @@ class SendResult(Protocol):
         op: str,
         *,
         error: str = "",
-        category: Literal["", "stale", "failed", "lost", "too small"] = "",
+        category: Literal["", protocol.FailureCategory] = "",
         metrics: dict[str, float] = ...,
         logprobs: bytes = b"",
         manifest: protocol.Manifest | None = None,
@@ -66,17 +67,25 @@ class AnnounceVersion(Protocol):
     def __call__(self, op: str, ref: protocol.AdapterRef, folder: Path) -> Awaitable[None]: ...
 
 
-class StaleState(Exception):
-    """The state that the operation names is not held here."""
+Stage = Literal["preparing", "queued", "computed"]
+"""Of an operation here: its inputs are pulled, or its state is loaded, or it waits for its turn; the trainer has it;
+the trainer has finished it, and its version is uploaded, or its answer is sent. An ``InitAdapter`` is never queued."""
 
 
 @dataclass(eq=False)
 class RunningOperation:
-    """An operation that has not been answered. ``result`` is set when the trainer has it."""
+    """An operation that has not been answered."""
 
     op: AnyOperation
     task: asyncio.Task[None]
     result: asyncio.Future[TrainerResult] | None = None
+    """The trainer's, once that has the operation."""
+
+    @property
+    def stage(self) -> Stage:
+        if self.result is None:
+            return "preparing"
+        return "computed" if self.result.done() else "queued"
 
 
 class TrainingOps:
@@ -115,25 +124,30 @@ class TrainingOps:
         def mark(core: WorkerCore) -> None:
             core.queue.trainer_of(commit.ref.rank).mark_committed(commit.policy, commit.lease, commit.ref)
 
-        self._compute.call(mark, touches="queue")
+        version = commit.ref.version
+        self._compute.post("the mark of a commit", mark, touches="queue", policy=commit.policy, version=version)
 
     def cancel(self, op: str) -> None:
         """Abandon an operation; it is not answered."""
         running = self._running.pop(op, None)
         if running is None:
             return
+        queued = running.stage == "queued"  # before the task's cancellation, which cancels the result it waits for
         running.task.cancel()
-        if running.result is not None and not running.result.done():
-            self._compute.call(lambda core: core.queue.cancel(op))
+        if queued:
+            concerns = _log_fields(running.op)
+            self._compute.post("the cancellation of an operation", lambda core: core.queue.cancel(op), **concerns)
 
     def evict(self, policy: str, *, offload: bool = False) -> None:
         """Delete the policy's state and its operations; with ``offload``, the state can be restored."""
         self._turns.pop(policy, None)
         for running in list(self._running.values()):
-            queued = running.result is None and not isinstance(running.op, protocol.InitAdapter)
-            if queued and running.op.policy == policy:
+            trains = not isinstance(running.op, protocol.InitAdapter)
+            if trains and running.op.policy == policy and running.stage == "preparing":
                 running.task.cancel()
-        self._compute.call(lambda core: core.evict_state(policy, offload=offload))
+        self._compute.post(
+            "the eviction of a training state", lambda core: core.evict_state(policy, offload=offload), policy=policy
+        )
 
     def on_disconnect(self) -> None:
         """End every operation. The next connection has other leases and may train other policies here, so the trainer's
@@ -147,13 +161,13 @@ class TrainingOps:
 
     def clear_offloaded(self) -> None:
         """No controller has connected for long: keep no state for it."""
-        self._compute.call(lambda core: core.clear_offloaded())
+        self._compute.post("the deletion of offloaded states", lambda core: core.clear_offloaded())
 
     async def drain(self, seconds: float) -> None:
         """Wait for uploads and answers of operations that the trainer has finished."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while leaving := [r.task for r in self._running.values() if r.result is None or r.result.done()]:
+                while leaving := [running.task for running in self._running.values() if running.stage != "queued"]:
                     await asyncio.wait(leaving)
 
     # --- from the trainer -------------------------------------------------------------------------------------------
@@ -175,7 +189,7 @@ class TrainingOps:
                 await self._init_adapter(op)
             else:
                 await self._train(op)
-        except StaleState as error:
+        except StaleOperation as error:
             await self._send_result(op.op, error=str(error), category="stale")
         except Exception as error:
             self._on_failed(op, one_line(error), traceback=not is_plain(error))
@@ -234,13 +248,13 @@ class TrainingOps:
             return await self._hand_over(op, lambda trainer: trainer.forward_backward(op, batch, gradients))
 
     async def _ensure_held(self, op: TrainerOperation) -> None:
-        """Have the trainer hold the version and steps that ``op`` names. Raises :class:`StaleState`."""
+        """Have the trainer hold the version and steps that ``op`` names. Raises :class:`StaleOperation`."""
         parent = op.parent
         state = op.policy, op.lease, parent.hash, op.steps
         if await self._call_soon(parent.rank, lambda trainer: trainer.holds(*state)):
             return
         if op.steps or op.operations:
-            raise StaleState(f"policy {op.policy} is not held here at {parent.hash[:12]} + {op.steps} steps")
+            raise StaleOperation(f"policy {op.policy} is not held here at {parent.hash[:12]} + {op.steps} steps")
         load = self._room.run
         restore: Callable[[Trainer], bool] = lambda trainer: trainer.restore(op.policy, op.lease, parent)  # noqa: E731
         if not await load(lambda: self._call(parent.rank, restore)):
@@ -282,15 +296,20 @@ class TrainingOps:
 
     def _on_failed(self, op: AnyOperation, error: str, *, traceback: bool = False) -> None:
         self.failed += 1
-        extra = {} if isinstance(op, protocol.InitAdapter) else {"tenant": op.tenant, "version": op.parent.version}
+        extra = _log_fields(op)
         log.warning("operation %s of policy %s failed: %s", op.op, op.policy, error, exc_info=traceback, extra=extra)
 
     async def _call_soon(self, rank: int, function: Callable[[Trainer], T]) -> T:
         """:meth:`_call` of what need not wait for the end of a training slice."""
-        return await asyncio.wrap_future(
-            self._compute.call(lambda core: function(core.queue.trainer_of(rank)), touches="queue")
-        )
+        return await self._compute.call(lambda core: function(core.queue.trainer_of(rank)), touches="queue")
 
     async def _call(self, rank: int, function: Callable[[Trainer], T]) -> T:
         """Call a method of the trainer of policies of this ``rank``."""
-        return await asyncio.wrap_future(self._compute.call(lambda core: function(core.queue.trainer_of(rank))))
+        return await self._compute.call(lambda core: function(core.queue.trainer_of(rank)))
+
+
+def _log_fields(op: AnyOperation) -> dict[str, Any]:
+    """The fields of the log that name what the operation is for."""
+    if isinstance(op, protocol.InitAdapter):
+        return {"policy": op.policy}
+    return {"policy": op.policy, "tenant": op.tenant, "version": op.parent.version}

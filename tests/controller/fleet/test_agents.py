@@ -8,7 +8,7 @@ import weakref
 from typing import Any, Literal
 
 import pytest
-from tests.support.peers import ManualClock
+from tests.support.peers import ManualClock, settle
 
 from rookery.aio import cancel_all
 from rookery.controller.fleet.agents import KEYS_KEPT, Agents, AgentSession, EpisodeEnded
@@ -98,7 +98,7 @@ async def test_an_episode_wakes_only_processes_that_wait_for_its_job() -> None:
     agents = Agents(clock, lambda count: bytes(count), nothing_stored)
     others = [asyncio.create_task(agents.open(f"job-{number}", 30.0)) for number in range(50)]
     asked = asyncio.create_task(agents.open("job", 30.0))
-    await asyncio.sleep(0)
+    await settle(1)
     session = session_of(clock)
     before = clock.read
     with agents.present(session):

@@ -80,6 +80,29 @@ async def test_each_policy_replies_and_trains_on_its_base_model_and_text_passes(
             ]
 
 
+@pytest.mark.parametrize("alike", [False, True])
+async def test_tokens_pass_between_base_models_of_one_vocabulary_alone(service: Service, alike: bool) -> None:
+    """An environment that renders by itself gives the verifier the solver's tokens."""
+    await two_workers(service)
+    if alike:
+        service.chats[OTHER] = service.chat
+    begin, asked = service.chat.encode("begin"), service.chat.encode("right?")
+
+    def script(message: protocol.Reset | protocol.StepEpisode) -> dict[str, Any]:
+        if isinstance(message, protocol.Reset):
+            return {"tokens": begin}
+        if message.turn == 0:
+            return {"tokens": [*begin, *message.tokens, *asked], "policy": "verifier"}
+        return {"done": True, "reward": float(len(message.text) % 3)}
+
+    service.peers[-1].script = script
+    job = await submit(service, policies=PAIR, stop={"steps": 1})
+    view = await service.ends(job, "completed" if alike else "paused")
+    if not alike:
+        says = f"gave tokens of {MODEL} to verifier, whose base model {OTHER} has others; give messages"
+        assert says in view.reason and view.counters["episodes_failed"] > 0
+
+
 async def test_a_job_waits_for_a_worker_of_each_base_model(service: Service) -> None:
     service.chats[OTHER] = other_chat()
     await service.worker().join()
@@ -213,6 +236,15 @@ async def test_a_question_to_a_model_waits_for_its_worker(service: Service) -> N
     await service.clock.advance(10.0, steps=10)
     assert not waiting.done()
     await service.worker().join()
-    found = await answer(waiting)
+    seconds = iter(range(8))  # after ten, the worker would be silent
+
+    async def answered() -> bool:
+        if next(seconds, None) is not None:
+            await service.clock.advance(1.0, steps=1)
+            await asyncio.sleep(0.05)
+        return waiting.done()
+
+    await eventually(answered)
+    found = waiting.result()
     assert found.text and not found.error and service.clock.now < began + 30
     assert "no job and no base model" in (await asking("nothing")).error

@@ -451,7 +451,10 @@ async def finish(service: Service, job: str, *, calls: list[int], after: bool, *
     for left in [*calls, None]:
         await service.start(left, after)
         if left is None:
-            await service.clock.advance(60)  # a job that was starting at several crashes is held back for some seconds
+            # a job that was starting at several crashes is held back for some seconds
+            await service.pass_until(
+                lambda: job in service.controller.jobs.runners or service.database.read(get_job, "alice", job).finished
+            )
         worker = await service.worker(shortest=2).join()
         await service.host(**host).join()
         if left is None:
@@ -667,9 +670,7 @@ async def test_a_job_without_an_intact_version_waits_for_a_backup_of_it(service:
     view = await service.ends(job, "paused")
     assert "version 0 of main is corrupt" in view.reason
     path.write_bytes(intact)
-    await settle()
-    await service.clock.advance(service.settings.limits.outage_retry_seconds + 2)
-    await eventually(lambda: service.database.read(get_job, "alice", job).state == "running")
+    await service.pass_until(lambda: service.database.read(get_job, "alice", job).state == "running")
 
 
 # --- evaluation and retention -----------------------------------------------------------------------------------------
@@ -820,7 +821,7 @@ async def test_a_version_stays_until_its_evaluation_is_known(service: Service, m
     evaluated, held = PolicyVersions.evaluated, []
 
     def told(self: PolicyVersions, version: int, mean: float) -> None:
-        held.append(self._pinned[version])
+        held.append(self._users[version])
         evaluated(self, version, mean)
 
     monkeypatch.setattr(PolicyVersions, "evaluated", told)
@@ -834,7 +835,7 @@ async def test_a_version_stays_until_its_evaluation_is_known(service: Service, m
 def uploads(service: Service) -> tuple[set[str], int, int]:
     """The files of the artifact store, those half-written, and those about to be named."""
     staged = len(list((service.folder / "artifacts" / ".staging").iterdir()))
-    return service.artifacts.hashes(), staged, sum(service.controller.context.rooms.collector.pins.values())
+    return service.artifacts.hashes(), staged, sum(service.controller.context.rooms.collector.references.values())
 
 
 @pytest.mark.parametrize("step", [0, 2])
@@ -944,8 +945,7 @@ async def test_deletion_of_a_tenant_that_an_outage_interrupts_is_completed(servi
     if by == "repetition":
         await service.controller.delete_tenant("alice", True)
     else:
-        await service.clock.advance(61.0)
-        await eventually(lambda: not service.database.read(tenants.half_deleted))
+        await service.pass_until(lambda: not service.database.read(tenants.half_deleted))
     await eventually(lambda: not service.artifacts.hashes())
     with pytest.raises(NotFound, match="is deleted"):
         await service.controller.delete_tenant("alice", True)
@@ -958,9 +958,9 @@ async def test_the_deletion_of_a_tenant_follows_its_writes(service: Service) -> 
         event = ("alice", None, 0.0, "text", "a write")
         events = [asyncio.create_task(store.write(tenants.add_event, *event)) for _ in range(200)]
         submitting = asyncio.create_task(store.run(submit_row, service.database, "alice", "late"))
-    await asyncio.sleep(0)
+    await settle(1)
     deleting = asyncio.create_task(service.controller.delete_tenant("alice", True))
-    await asyncio.sleep(0)
+    await settle(1)
     gate.set()
     await asyncio.gather(holding, *events, submitting, deleting)
     assert not service.database.read(list_jobs, "alice")
@@ -1159,7 +1159,7 @@ async def test_warm_start_source_is_kept_until_it_is_read(service: Service) -> N
     await service.ends(job)
     zero = service.check_history(job)[0]
     assert service.artifacts.path(zero.hash, ADAPTER).read_bytes() == content
-    assert not world.rooms.collector.pins and not world.rooms.collector.deferred
+    assert not world.rooms.collector.references and not world.rooms.collector.deferred
 
 
 async def test_a_commit_that_fails_counts_nothing(service: Service) -> None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tests.controller.jobs.test_job import finish
 from tests.support.peers import ADAPTER, MODEL, ScriptedWorker, Service, job_of, user_message
 from tests.support.replies import Group
+from tests.worker.trainer.test_trainer import adapter_folder, decoder, forward_backward, gradient, trainer
+from tests.worker.trainer.test_trainer import finish as finish_passes
 
 from rookery import protocol
 from rookery.aio import Signal
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.jobs.buffer import GroupBuffer
 from rookery.controller.jobs.registry import STEPS_UNKNOWN
+from rookery.controller.jobs.step import make_batch
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory, episode_result_decoder
 from rookery.errors import NotFound, UserError
 from rookery.scheduling.job_rules import select_batch
@@ -121,12 +128,13 @@ async def test_a_policy_stops_and_steps_by_its_rules(service: Service) -> None:
 @pytest.mark.parametrize(
     ("solver", "job", "first", "last"),
     [
-        ({"steps": 1}, {"stop__steps": 3}, 4, 1),
-        ({"steps": 9, "reward": -1.0}, {"stop__steps": 2}, 11, 1),  # the solver stops after one step
+        ({"steps": 1}, {"stop__steps": 3}, 3, 1),
+        ({"steps": 3}, {"stop__steps": 3}, 3, 1),  # both step in each round of a plan
+        ({"steps": 9, "reward": -1.0}, {"stop__steps": 2}, 9, 1),  # the solver stops after one step
         ({"steps": 2}, {"stop": {"tokens": 1}}, STEPS_UNKNOWN, STEPS_UNKNOWN),
     ],
 )
-async def test_steps_left_are_those_of_every_policy_that_trains(
+async def test_steps_left_are_the_most_of_any_policy_that_trains(
     service: Service, solver: dict[str, Any], job: dict[str, Any], first: int, last: int
 ) -> None:
     worker, _ = await service.join(script=debate)
@@ -211,6 +219,8 @@ async def test_a_policy_of_all_parameters_is_no_warm_start(service: Service) -> 
             "names the policy 'critic' in turn 0; the job has solver",
         ),
         ({"done": True, "rewards": {"verifier": 1.0}}, "rewards the policy 'verifier', which has no reply"),
+        ({"done": True, "policy": "critic"}, "names the policy 'critic' in turn 1; the job has solver"),
+        ({"done": True, "policy": "c\nr" * 60}, "names the policy 'c\\nrc"),
         ({"done": True, "rewards": {"solver": 1e300}}, "add up to 1e+300 in turn 0"),
         ({"done": True, "rewards": {"solver": float("nan")}}, "finite"),
     ],
@@ -330,6 +340,101 @@ def test_part_of_a_policy_has_its_tokens_alone() -> None:
     assert (part.prompt, part.tokens) == (whole.prompt, whole.tokens)
 
 
+Said = tuple[str, list[int], list[float]]
+"""The speaker of some tokens, or "" for the environment, the tokens and their log-probabilities."""
+
+
+def spoken_group(random: Random, episodes: int = 4) -> list[tuple[list[Said], dict[str, float]]]:
+    """Episodes of a solver, a verifier and the environment on one prompt, and the rewards."""
+
+    def said(speaker: str) -> Said:
+        length = random.randint(1, 9)
+        return speaker, [random.randrange(99) for _ in range(length)], [-6.0 - random.random() for _ in range(length)]
+
+    return [
+        ([said(name) for name in ("solver", "", "verifier", "", "solver")],
+         {"": random.random(), "solver": random.random(), "verifier": random.random()})
+        for _ in range(episodes)
+    ]  # fmt: skip
+
+
+def as_played(parts: list[Said], rewards: dict[str, float], policies: Collection[str]) -> EpisodeResult:
+    """The episode of a job with these policies, as the episode room builds it; the tokens of others are the
+    environment's."""
+    whole = Trajectory(prompt=[1, 2, 3])
+    for speaker, tokens, logprobs in parts:
+        if speaker in policies:
+            whole.append_action(protocol.TokenLog(tokens, logprobs, [0] * len(tokens)), speaker)
+        else:
+            whole.append_observation(tokens)
+    speakers = [speaker for speaker, _, _ in parts if speaker in policies]
+    single = {name: reward for name, reward in rewards.items() if name in policies}
+    return EpisodeResult([whole], [], [""] * len(speakers), rewards[""], {}, "done", {}, [], single, speakers)
+
+
+def batch_of(spec: JobSpec, name: str, groups: list[list[EpisodeResult]]) -> protocol.TrainingBatch:
+    policy: Any = SimpleNamespace(name=name, versions=SimpleNamespace(step_of=lambda version: version))
+    job: Any = None
+    buffer, complete = GroupBuffer(job, policy, Signal()), []
+    for number, episodes in enumerate(groups):
+        row = GroupRow(
+            id=str(number), tenant="t", job="j", ordinal=number, prompt=b"", seed=0, created=0.0, episodes=()
+        )
+        complete.append(buffer.complete(row, {f"{number} {at}": one for at, one in enumerate(episodes)}))
+    return make_batch(spec.of_policy(name), [one for one in complete if one is not None])
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_gradient_of_each_policy_is_that_of_a_run_split_by_hand(tmp_path: Path, algorithm: str) -> None:
+    """By the real trainer on a small model: a job of two policies, and for each a job with that one alone, in which the
+    other one is a part of the environment and its reward is not there."""
+    random = Random(3)
+    played = [spoken_group(random) for _ in range(3)]
+    both = parse_job(job_of(policies=PAIR, algorithm__name=algorithm))
+    gradients = []
+    for rank, name in ((4, "solver"), (8, "verifier")):
+        alone = parse_job(job_of(policies={name: PAIR[name]}, algorithm__name=algorithm))
+        batches = [
+            batch_of(both, name, [[as_played(*one, policies=PAIR) for one in group] for group in played]),
+            batch_of(alone, name, [[as_played(*one, policies=[name]) for one in group] for group in played]),
+        ]
+        other = {"solver": "verifier", "verifier": "solver"}[name]
+        swapped = [[(parts, {**rewards, name: rewards[other]}) for parts, rewards in group] for group in played]
+        batches.append(
+            batch_of(alone, name, [[as_played(*one, policies=[name]) for one in group] for group in swapped])
+        )
+        folder = adapter_folder(tmp_path / name, rank, 1)
+        for batch in batches:
+            real = trainer(decoder(), {"p": folder})
+            real.forward_backward(forward_backward(), batch)
+            finish_passes(real)
+            gradients.append(gradient(real))
+        ours, by_hand, of_another_reward = gradients[-3:]
+        assert ours.any() and torch.equal(ours, by_hand)
+        assert not torch.equal(ours, of_another_reward), "the test notices the reward of the partner"
+
+
+GOLDEN = {
+    "grpo": "adf9bdb05bd34c81003d76085ea11d87a75769469df0b76f1fbc51ee2c4c22f9",
+    "rloo": "187c5c79bf660bb5843bca9ae3b7b1a535ee5fa4dca2fe9bcf6501177e8eb109",
+    "dr_grpo": "549143ebb6ce81bd9b11fc3fd5a05147a9923c785c1eacf56466a5a1edda17d6",
+}
+"""SHA-256 of the encoded training batch of a job with one policy. It changes only with the algorithm itself."""
+
+
+@pytest.mark.parametrize("algorithm", GOLDEN)
+def test_batch_of_a_job_with_one_policy_is_bit_for_bit_as_it_was(algorithm: str) -> None:
+    """Rewards that are sums of powers of two: their mean is exact on every machine."""
+    random = Random(7)
+    played = [
+        [(parts, {"": random.randrange(8) / 4, "solver": random.randrange(8) / 4})
+         for parts, _ in spoken_group(random)] for _ in range(3)
+    ]  # fmt: skip
+    spec = parse_job(job_of(policies={"solver": PAIR["solver"]}, algorithm__name=algorithm))
+    batch = batch_of(spec, "solver", [[as_played(*one, policies=["solver"]) for one in group] for group in played])
+    assert hashlib.sha256(protocol.encode(batch)).hexdigest() == GOLDEN[algorithm]
+
+
 @pytest.mark.parametrize("trained", [0, 1, 2, 3])
 def test_episodes_without_tokens_to_train_on_are_no_part_of_a_group(trained: int) -> None:
     """As those of an agent whose calls to one policy all change how it is sampled."""
@@ -362,6 +467,21 @@ def test_order_of_the_buffer(fifo: bool, order: list[str]) -> None:
     assert [group.name for group in stale] == ["old"]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_bound_that_no_group_reaches_drops_none_in_either_order(seed: int) -> None:
+    """The order decides when a group is trained on, not whether."""
+    random, arrived = Random(seed), [f"g{number}" for number in range(12)]
+    taken: dict[bool, list[str]] = {}
+    for fifo in (False, True):
+        left, taken[fifo] = [Group(name, number, random.randrange(5)) for number, name in enumerate(arrived)], []
+        for step in range(5, 9):
+            batch, stale = select_batch(left, step=step, count=3, max_staleness=64, fifo=fifo)
+            assert len(batch) == 3 and stale == []
+            taken[fifo] += [group.name for group in batch]
+            left = [group for group in left if group not in batch]
+    assert taken[True] == arrived and sorted(taken[False]) == sorted(arrived)
+
+
 @pytest.mark.parametrize(
     ("policies", "says"),
     [
@@ -371,6 +491,7 @@ def test_order_of_the_buffer(fifo: bool, order: list[str]) -> None:
         ({"a": {"train": False, "base": True}}, "at least one policy with train: true"),
         ({"a": {}, "b": {"train": False, "base": True, "rank": 4}}, "rank: not with train: false, base: true"),
         ({"a": {}, "b": {"train": False, "base": True, "optimizer": {"lr": 0.1}}}, "optimizer: not with train: false"),
+        ({"a": {}, "b": {"train": False, "base": True, "full": True}}, "full: not with train: false, base: true"),
         ({"a": {"follows": {"policy": "b", "every": 1}}, "b": {}}, "follows: a policy that follows another one is not"),
         ({"a": {}, "b": {"train": False, "base": True, **follows("a")}}, "base: not with follows"),
         ({"a": {}, "b": {"train": False, "warm_start": {"job": "x"}, **follows("a")}}, "warm_start: not with follows"),
@@ -411,6 +532,11 @@ def test_a_judge_is_another_policy_of_the_job() -> None:
     ):
         with pytest.raises(SpecError, match=says):
             parse_job(job_of(environment=rows, policies=policies))
+    for given in ("j" * 1_000_000, ["judge"] * 1000, "main\n"):
+        rows["verifier"]["policy"] = given
+        with pytest.raises(SpecError, match="no policy") as refused:
+            parse_job(job_of(environment=rows, policies={"main": {}, "judge": judge}))
+        assert str(refused.value).isprintable() and len(str(refused.value)) < 300
 
 
 def test_a_policy_sees_the_job_with_its_fields() -> None:

@@ -96,6 +96,33 @@ async def test_a_step_is_a_batch_of_rows_with_its_loss_tokens_and_scale(service:
     assert all(one.loss == -one.mean for one in evaluations)
 
 
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+async def test_calls_of_tools_in_rows_are_shown_and_trained(service: Service, algorithm: str) -> None:
+    worker = await join(service)
+    tools = [{"type": "function", "function": {"name": "add", "description": "Adds two numbers."}}]
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    asked = [{"role": "user", "content": "2+2?"}]
+    calling = {"role": "assistant", "tool_calls": [call]}
+    row: dict[str, Any] = {"messages": [*asked, calling], "tools": tools}
+    if algorithm == "dpo":
+        refusing = {"role": "assistant", "content": "No."}
+        row = {
+            "input": {"messages": asked, "tools": tools},
+            "preferred_output": [calling], "non_preferred_output": [refusing],
+        }  # fmt: skip
+    environment = {"id": {"sft": "demonstrations", "dpo": "preferences"}[algorithm], "rows": [row]}
+    changes: dict[str, Any] = {"environment": environment, "stop__steps": 1}
+    shown = await service.controller.dry_run("alice", row_job(algorithm, **changes))
+    assert shown.prompts[0].messages == asked
+    assert "Adds two numbers." in shown.prompts[0].text and shown.prompts[0].text.endswith("assistant\n")
+    view, _ = await service.controller.submit("alice", row_job(algorithm, **changes))
+    await service.ends(view.id)
+    prompt, member = next(members(worker))
+    assert service.chat.encode(shown.prompts[0].text) == prompt
+    learned = service.chat.decode([t for t, w in zip(member.tokens, member.weights, strict=True) if w])
+    assert learned == '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+
+
 async def test_dpo_trains_on_pairs_and_compares_with_the_start(service: Service) -> None:
     worker = await join(service)
     first = await submitted(service, stop__steps=1)

@@ -58,7 +58,7 @@ def test_actions_fit_the_states_that_they_connect(begin: State, event: Event) ->
             case "drop":
                 assert held
                 held = False
-            case "abort" | "recall" | "retarget" | "reserve" | "begin":
+            case "abort" | "recall" | "retarget" | "expect" | "begin":
                 assert held
             case "enqueue" | "requeue":
                 assert not held and not queued
@@ -73,8 +73,13 @@ def test_actions_fit_the_states_that_they_connect(begin: State, event: Event) ->
     assert actions or state == begin or event == "tokens", "a change of state has an action"
 
 
+def snapshot(inflight: InflightRequest) -> tuple[State, str, list[tuple[Event, str, State]]]:
+    """Its state, the name of its assignment, and its story."""
+    return inflight.state, inflight.assignment.name if inflight.at_worker else "", list(inflight.story)
+
+
 def is_known(rollouts: RolloutScheduler) -> bool:
-    return "job" in rollouts.requests
+    return rollouts.requests.has(job="job")
 
 
 class Machine:
@@ -89,7 +94,7 @@ class Machine:
         )  # fmt: skip
         done: asyncio.Future[SamplingResult] = asyncio.get_running_loop().create_future()
         self.inflight = InflightRequest(SamplingRequest("a", "job", MODEL, generate), SamplingResult(), done)
-        self.rollouts.requests["job"] = {"job-1": self.inflight}
+        self.rollouts.requests["job", "job-1"] = self.inflight
 
     async def workers(self) -> list[ScriptedWorker]:
         workers = []
@@ -102,13 +107,12 @@ class Machine:
     def apply(self, event: Event) -> None:
         """The event with its data, as the scheduler gives them."""
         inflight, rollouts = self.inflight, self.rollouts
-        stay = inflight.assignment
         if event == "assign" and inflight.state == "waiting":
             rollouts.queues.remove(inflight)
-        if event == "tokens" and stay is not None:
-            count = len(inflight.result.tokens)
-            stay.tokens += inflight.result.receive(self.chunk(count, stay.name))
-        elsewhere = stay is None or stay.worker.name == "two"
+        if event == "tokens" and inflight.at_worker:
+            count, assignment = len(inflight.result.tokens), inflight.assignment
+            assignment.tokens += inflight.result.receive(self.chunk(count, assignment.name))
+        elsewhere = not inflight.at_worker or inflight.assignment.worker.name == "two"
         rollouts.apply(inflight, event, Details(self.room["one" if elsewhere else "two"]))
 
     @staticmethod
@@ -119,11 +123,11 @@ class Machine:
     def check(self) -> None:
         """The indexes agree with the state."""
         inflight, rollouts = self.inflight, self.rollouts
-        stay, state = inflight.assignment, inflight.state
-        assert (stay is not None) == (state in AT_WORKER)
+        state = inflight.state
+        assert inflight.at_worker == (state in AT_WORKER)
         for name in ("one", "two"):
             slots = rollouts.pool.slots(self.room[name])
-            here = stay is not None and stay.worker is self.room[name]
+            here = inflight.at_worker and inflight.assignment.worker is self.room[name]
             assert list(slots.requests.values()) == [inflight] * here
             assert slots.decoding == (here and state != "assigned")
             assert slots.leaving == (here and state == "returning")
@@ -153,7 +157,7 @@ def test_each_event_is_in_the_table_or_raises_the_requests_story(
         assert machine.inflight.state == begin
         for event in events:
             inflight = machine.inflight
-            before = inflight.state, inflight.assignment, list(inflight.story)
+            before = snapshot(inflight)
             wanted = TRANSITIONS.get((inflight.state, event))
             if event in ("leave", "retain") and not is_known(machine.rollouts):
                 break  # a caller leaves once
@@ -166,7 +170,7 @@ def test_each_event_is_in_the_table_or_raises_the_requests_story(
                 text = str(raised.value)
                 assert f"request job-1 is {before[0]}" in text and repr(event) in text
                 assert all(f"{told}" in text and f"-> {state}" in text for told, _, state in before[2])
-                assert (inflight.state, inflight.assignment, list(inflight.story)) == before
+                assert snapshot(inflight) == before
             machine.check()
         await settle()
         names = [generate.assignment for worker in workers for generate in worker.generates]
@@ -199,18 +203,17 @@ async def test_tokens_of_an_earlier_assignment_change_nothing(room: Room) -> Non
     await machine.workers()
     machine.apply("submit")
     machine.apply("claim")
-    stay = machine.inflight.assignment
-    assert stay is not None
-    machine.rollouts.on_output(stay.worker, protocol.Output(epoch=0, chunks=[machine.chunk(0, stay.name)]))
+    first = machine.inflight.assignment
+    machine.rollouts.on_output(first.worker, protocol.Output(epoch=0, chunks=[machine.chunk(0, first.name)]))
     machine.apply("move")
     machine.apply("move")
     again = machine.inflight.assignment
-    assert again is not None and again.worker is stay.worker and again.name != stay.name
-    for late in (machine.chunk(0, stay.name), machine.chunk(1, stay.name)):
+    assert again.worker is first.worker and again.name != first.name
+    for late in (machine.chunk(0, first.name), machine.chunk(1, first.name)):
         late.finish = "stop"
-        machine.rollouts.on_output(stay.worker, protocol.Output(epoch=0, chunks=[late]))
+        machine.rollouts.on_output(first.worker, protocol.Output(epoch=0, chunks=[late]))
     assert (machine.inflight.state, machine.rollouts.sampled_tokens, machine.rollouts.late_chunks) == ("assigned", 1, 2)
-    machine.rollouts.on_output(stay.worker, protocol.Output(epoch=0, chunks=[machine.chunk(1, again.name)]))
+    machine.rollouts.on_output(first.worker, protocol.Output(epoch=0, chunks=[machine.chunk(1, again.name)]))
     assert (machine.inflight.state, machine.rollouts.sampled_tokens) == ("decoding", 2)
     machine.check()
 

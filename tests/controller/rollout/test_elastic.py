@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -9,14 +10,21 @@ from typing import Any
 
 import pytest
 from tests.controller.jobs.test_policies import submit
+from tests.scheduling.test_plan import machine
 from tests.support.peers import MODEL, ManualClock, Service
 from tests.support.small_model import save_small_model
 from tests.support.waiting import until
 
 import rookery
 from rookery.controller.rollout.elastic import ElasticPool
+from rookery.scheduling.plan.predict import Role, devices_of
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
+from rookery.simulation.clock import run
+from rookery.simulation.planned import planned_service
+from rookery.spec.fleet import FleetSpec, JobDemand
+
+RIGHT = 4
 
 
 class Workers:
@@ -101,6 +109,44 @@ async def test_an_asynchronous_job_is_counted_and_a_synchronous_one_is_not(tmp_p
         assert {(row.model, row.workers, row.least, row.most) for row in shown} == {(MODEL, 1, None, None)}
         assert any(row.wanted is not None for row in shown) == bool(staleness)
         await service.close()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("first", [2, 8])
+def test_the_shipped_controller_finds_the_right_number_from_half_and_from_double(tmp_path: Path, first: int) -> None:
+    """In virtual time: four workers generate as fast as the trainer trains. The cluster is the test."""
+    demand = JobDemand(
+        name="a", group_size=4, groups_per_step=4, prompt_tokens=16, median_tokens=40, sigma=0.3, max_tokens=96,
+        staleness=1,
+    )  # fmt: skip
+    decode = [(1, 0.1)]
+    rolling = machine("r", count=first, rows=1, prefill_token=0.0, load=1.0).model_copy(update={"decode": decode})
+    seconds = demand.episodes * demand.mean_tokens * 0.1
+    trainer = machine("t", train_token=seconds / RIGHT / demand.train_tokens, optimizer=0.0)
+    devices = devices_of(FleetSpec(machines=[trainer, rolling]))
+    roles: list[Role] = ["train", *["rollout" for _ in range(first)]]  # type: ignore[list-item]
+    sizes = [first]
+
+    async def play() -> None:
+        async with planned_service(tmp_path, devices, [demand], roles, 200) as service:
+            queries, ((tenant, id),), there = service.site.controller.queries, service.jobs, service.workers[1:]
+            while (await queries.show(tenant, id)).step < 30:
+                await asyncio.sleep(1.0)
+                pool = next(iter(queries.pools()), None)
+                if pool is None or pool.wanted in (None, len(there)) or pool.workers != len(there):
+                    continue
+                while len(there) > pool.wanted:
+                    await there.pop().kill()
+                while len(there) < pool.wanted:
+                    there.append(service.site.worker(f"more-{len(sizes)}-{len(there)}", rolling, roles=["rollout"]))
+                    service.workers.append(there[-1])
+                    there[-1].start()
+                sizes.append(pool.wanted)
+
+    run(play())
+    moves = [after - before for before, after in pairwise(sizes)]
+    assert sum(a * b < 0 for a, b in pairwise(moves)) <= 1, sizes
+    assert RIGHT <= sizes[-1] <= RIGHT + 1, sizes
 
 
 class Letters(rookery.Environment):

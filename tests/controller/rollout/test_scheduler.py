@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from tests.support.draws import examples
 from tests.support.peers import ManualClock, ScriptedWorker, eventually, settle, text_of
 from tests.support.room import beat, react
 from tests.support.rules import split
+from tests.support.work import work_of
 
 from rookery import protocol
 from rookery.aio import cancel_all
@@ -65,7 +68,7 @@ class Room:
 
     def apply_closed(self) -> None:
         self.rollouts.closed = {worker for worker in self.fleet.all() if worker.name in self.closed}
-        self.rollouts.dispatch()
+        self.rollouts.on_closed_changed()
 
     async def worker(self, name: str = "worker", **script: Any) -> ScriptedWorker:
         worker = ScriptedWorker(self.fleet.serve, self.tickets, name, **script)
@@ -658,13 +661,44 @@ async def test_a_retained_request_keeps_no_base_model_in_use(tmp_path: Path) -> 
     await worker.say(protocol.Output(epoch=0, chunks=parts(seed, (0, 3))))
     await eventually(lambda: room.rollouts.sampled_tokens == 3)
     await cancel_all(waits)
-    assert room.rollouts.requests["job"] and not room.rollouts.models(), "its tokens are retained"
+    assert room.rollouts.requests.has(job="job") and not room.rollouts.models(), "its tokens are retained"
     again = room.sample(seed)
     await settle()
     assert room.rollouts.models() == {"smollm2-135m-instruct"}
     worker.generating.set()
     check(await again, seed)
     assert not room.rollouts.models()
+    await room.close()
+
+
+async def test_the_end_of_an_episode_drops_its_tokens_and_looks_at_no_other_request(tmp_path: Path) -> None:
+    """A job has thousands of requests, and as many ends of episodes in a step."""
+    room = Room(tmp_path)
+    worker = await room.worker()
+    worker.generating.clear()
+    seed = full(1)[0]
+    waits = room.sample(seed, request="job-g7-1.0")
+    await eventually(lambda: bool(worker.active))
+    chunks = [msgspec.structs.replace(chunk, request="job-g7-1.0") for chunk in parts(seed, (0, 3))]
+    await worker.say(protocol.Output(epoch=0, chunks=chunks))
+    await eventually(lambda: room.rollouts.sampled_tokens == 3)
+    await cancel_all(waits)
+    for job, episode in (("job", "job-g7-10"), ("job", "job-g7"), ("other", "job-g7-1"), ("job", "")):
+        room.rollouts.close_episode(job, episode)
+        assert room.rollouts.requests.has(job="job"), "its tokens are retained"
+    room.rollouts.close_episode("job", "job-g7-1")
+    assert not room.rollouts.requests
+    others, costs = list[asyncio.Task[SamplingResult]](), list[int]()
+
+    async def end() -> None:
+        room.rollouts.close_episode("job", "job-g7-1")
+
+    for _ in range(2):
+        others += [room.sample(number, request=f"job-g{len(others) + number}-0.0") for number in range(50)]
+        await settle()
+        costs.append(await work_of(end, "controller/rollout", "controller/indexed"))
+    assert costs[0] == costs[1] > 0
+    await cancel_all(*others)
     await room.close()
 
 
@@ -735,7 +769,7 @@ async def test_a_closed_gate_admits_only_clients_requests(tmp_path: Path) -> Non
     [known] = room.fleet.all()
     assert not room.rollouts.pool.outstanding(known)
     room.rollouts.closed.clear()
-    room.rollouts.dispatch(known)
+    room.rollouts.on_closed_changed(known)
     for number, reply in enumerate(await asyncio.gather(*replies)):
         check(reply, number)
     assert len(one.generates) == 4
@@ -907,8 +941,8 @@ def test_every_request_ends_once_with_its_text_under_all_events(tmp_path: Path, 
                     await worker.join(running=held)
                 case 11 | 12 if sent:
                     worker, old = random.choice(sent)
-                    now = rollouts.requests.get("job", {}).get(old.request)
-                    over = now is None or now.assignment is None or now.assignment.name != old.assignment
+                    now = rollouts.requests.get(("job", old.request))
+                    over = now is None or not now.at_worker or now.assignment.name != old.assignment
                     finish = random.choice(["", "stop", "abort", "error"]) if over else ""
                     if worker in alive:
                         again = msgspec.structs.replace(old, finish=finish)
@@ -922,7 +956,7 @@ def test_every_request_ends_once_with_its_text_under_all_events(tmp_path: Path, 
         for _ in range(random.randint(20, 150)):
             await act()
         closed.clear()
-        rollouts.dispatch()
+        rollouts.on_closed_changed()
         for worker in alive:
             worker.generating.set()
         await room.worker("last")
@@ -948,3 +982,69 @@ def test_every_request_ends_once_with_its_text_under_all_events(tmp_path: Path, 
         await room.close()
 
     asyncio.run(run())
+
+
+# --- the cost of a frame ----------------------------------------------------------------------------------------------
+
+
+def steps_of(call: Callable[[], None]) -> int:
+    """Instructions of the interpreter that the call executes."""
+    steps = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal steps
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        steps += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return steps
+
+
+async def frame_costs(folder: Path, count: int) -> dict[str, int]:
+    """Instructions that each kind of frame takes with so many workers and as many jobs."""
+    room = Room(folder, heartbeat_seconds=60.0)
+    for number in range(count):
+        await room.worker(f"w{number}", address=f"http://w{number}:1", kind="reserved")
+    for worker in room.workers:
+        worker.generating.clear()
+    tasks = [room.sample(number, job=f"job{number}") for number in range(count)]
+    await settle(3)
+    room.weights.publish("smollm2-135m-instruct", ADAPTER)
+    last = room.fleet.get(f"w{count - 1}")
+    assert last is not None
+    held = next(one for one in room.rollouts.requests.values() if one.at_worker and one.assignment.worker is last)
+    reply = protocol.TokenChunk(
+        request=held.request.id, assignment=held.assignment.name, offset=0, tokens=[5], logprobs=[-1.0], version=7,
+        policy="p",
+    )  # fmt: skip
+    refusal = msgspec.structs.replace(reply, offset=1, tokens=[], logprobs=[], finish="abort", error="no memory")
+    hashes, weights, rollouts = [ADAPTER.hash], room.weights, room.rollouts
+    half = [room.fleet.get(f"w{number}") for number in range(count // 2)]
+    for one in half:
+        assert one is not None
+        weights.on_cached(one, protocol.AdaptersCached(epoch=0, hashes=hashes))
+    frames: dict[str, Callable[[], None]] = {
+        "adapters cached": lambda: weights.on_cached(last, protocol.AdaptersCached(epoch=0, hashes=hashes)),
+        "adapters evicted": lambda: weights.on_evicted(last, protocol.AdaptersEvicted(epoch=0, hashes=hashes)),
+        "heartbeat": lambda: rollouts.on_heartbeat(last, beat()),
+        "tokens": lambda: rollouts.on_output(last, protocol.Output(epoch=0, chunks=[reply])),
+        "refusal": lambda: rollouts.on_output(last, protocol.Output(epoch=0, chunks=[refusal])),
+        "held request": lambda: (last.active_requests.add("other-1"), rollouts.on_worker_changed(last))[1],
+    }
+    costs = {name: steps_of(call) for name, call in frames.items()}
+    await cancel_all(*tasks)
+    await room.close()
+    return costs
+
+
+@pytest.mark.heavy
+async def test_the_cost_of_a_frame_does_not_grow_with_workers_or_jobs(tmp_path: Path) -> None:
+    few, many = await frame_costs(tmp_path / "few", 10), await frame_costs(tmp_path / "many", 1000)
+    assert few.keys() == many.keys()
+    assert {name: (few[name], many[name]) for name in few if many[name] > 2 * few[name] + 100} == {}

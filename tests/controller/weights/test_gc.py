@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.peers import eventually
+from tests.support.peers import eventually, settle
 
 from rookery import protocol
 from rookery.controller.training.dispatcher import TrainingDispatcher
@@ -98,11 +98,11 @@ class Scene:
         async with self.collector.storing(self.staged(b"1")) as manifest:
             await self.name(manifest.hash)
 
-    async def copy_pinned(self) -> None:
+    async def copy_referenced(self) -> None:
         """As a policy that begins from stored weights does."""
         digest = self.staged(b"1").commit().hash
         ref = protocol.AdapterRef(policy="policy", version=0, hash=digest, rank=8, alpha=16.0)
-        async with self.collector.pin(ref):
+        async with self.collector.referenced(ref):
             await self.name(digest)
 
     def named(self) -> set[str]:
@@ -164,7 +164,7 @@ async def test_cancelled_deletion_is_tried_again(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("cancellations", [1, 2])
-@pytest.mark.parametrize("caller", [Scene.commit_version, Scene.keep_upload, Scene.copy_pinned])
+@pytest.mark.parametrize("caller", [Scene.commit_version, Scene.keep_upload, Scene.copy_referenced])
 async def test_cancelled_row_write_never_loses_its_artifact(scene: Scene, caller: Any, cancellations: int) -> None:
     """The write waits behind another call of its tenant while its caller is cancelled, and others try a deletion."""
     began, over = threading.Event(), threading.Event()
@@ -177,7 +177,7 @@ async def test_cancelled_row_write_never_loses_its_artifact(scene: Scene, caller
         blocked = asyncio.create_task(scene.store.run(block))
         assert await asyncio.to_thread(began.wait, 20)
         task = asyncio.create_task(caller(scene))
-    await eventually(lambda: bool(scene.collector.pins))
+    await eventually(lambda: bool(scene.collector.references))
     for _ in range(2):  # its row write is in the line after the stored bytes were reported
         await scene.store.transfer(list)
     for _ in range(cancellations):
@@ -192,11 +192,11 @@ async def test_cancelled_row_write_never_loses_its_artifact(scene: Scene, caller
     await asyncio.wait([task])
     with work_of("alice"):
         await scene.store.run(list)
-    await eventually(lambda: not scene.collector.pins)
+    await eventually(lambda: not scene.collector.references)
     assert task.cancelled() and scene.named() == scene.place.hashes() == {digest}
 
 
-async def test_cancelled_upload_leaves_no_pin(scene: Scene) -> None:
+async def test_cancelled_upload_leaves_no_reference(scene: Scene) -> None:
     """It is cancelled while its bytes are stored."""
     began, over = threading.Event(), threading.Event()
 
@@ -207,10 +207,9 @@ async def test_cancelled_upload_leaves_no_pin(scene: Scene) -> None:
     blocked = asyncio.create_task(scene.store.transfer(block))
     assert await asyncio.to_thread(began.wait, 20)
     task = asyncio.create_task(scene.keep_upload())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await settle(2)
     task.cancel()
-    await asyncio.sleep(0)
+    await settle(1)
     over.set()
     await asyncio.wait([blocked, task])
-    assert task.cancelled() and not scene.collector.pins and not scene.named()
+    assert task.cancelled() and not scene.collector.references and not scene.named()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 from tests.support.peers import MODEL, ScriptedWorker, eventually, settle
 from tests.support.room import Room
 
@@ -16,6 +17,7 @@ from rookery import protocol
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.training.policy_run import PolicyRun
 from rookery.controller.training.policy_versions import PolicyVersions
+from rookery.controller.weights.handed import HandedVersions
 
 FOLDER = ".1." + "0" * 32
 
@@ -121,6 +123,25 @@ async def test_version_that_is_committed_and_not_published_is_kept(room: Room, c
     assert [ref.hash for message in sent(beside, protocol.Replicate) for ref in message.refs] == [ref.hash]
     assert not sent(trainer, protocol.Withdraw) + sent(beside, protocol.Withdraw)
     assert all(ref.hash in worker.cached for worker in room.fleet.all())
+
+
+@pytest.mark.parametrize("first", ["commit", "end"])
+async def test_policies_with_equal_weights_have_one_version_each(room: Room, first: str) -> None:
+    """Their files have one hash: a report counts for both, and the end of one deletes nothing of the other."""
+    refs = [replace(room.ref(1), policy=policy) for policy in "pqrs"]
+    trainer, beside = await joined(room, "trainer", roles=["train"]), await joined(room, "beside")
+    handed = HandedVersions()
+    for ref in refs:
+        handed.begin(room["trainer"], ref, FOLDER, [room["beside"]])
+    handed.received(room["beside"], refs[0].hash)
+    for ref in refs[:-1]:
+        if first == "commit":
+            assert handed.commit(ref) == [room["trainer"], room["beside"]]
+        else:
+            handed.begin(room["trainer"], room.ref(2, ref.policy), FOLDER, [])
+    await settle()
+    assert not sent(trainer, protocol.Withdraw) + sent(beside, protocol.Withdraw)
+    assert handed.commit(refs[-1]) == [room["trainer"], room["beside"]]
 
 
 async def test_late_report_of_a_version_that_ended_is_answered(room: Room) -> None:

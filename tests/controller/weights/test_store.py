@@ -9,6 +9,7 @@ import tempfile
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Literal
 
 import msgspec
@@ -25,9 +26,12 @@ from tests.support.peers import (
 from tests.support.replies import full_length
 from tests.support.room import Room, beat
 from tests.support.virtual import by_number, machine
+from tests.support.weights import VirtualStore
+from tests.support.work import work_of
 
 from rookery import protocol
-from rookery.controller.weights.store import AT_ONCE, ArtifactReferences
+from rookery.controller.fleet.worker import AdapterOrder, AdapterOrders
+from rookery.controller.weights.store import AT_ONCE, MOST_RETAINED, ArtifactReferences
 from rookery.protocol.connection import ConnectionClosed
 from rookery.simulation.clock import EPOCH, run
 from rookery.simulation.fakes.service import MEMORY, SimulatedService
@@ -519,6 +523,22 @@ async def test_last_reserved_holder_retains_the_newest_versions(room: Room) -> N
     assert room["other"].retained == {second.hash}
 
 
+@pytest.mark.parametrize("count", [MOST_RETAINED - 1, 3 * MOST_RETAINED])
+def test_a_joining_worker_changes_nothing_that_is_retained(count: int) -> None:
+    """Policies that published last are retained, whatever else is in use."""
+    virtual, refs = VirtualStore(), [version_of(f"p{number}", 1, number) for number in range(count)]
+    keeper = virtual.join("keeper", [ref.hash for ref in refs], in_use=refs)
+    newest = version_of("p0", 2, count)
+    virtual.store.publish(MODEL, newest)
+    virtual.store.on_cached(keeper, protocol.AdaptersCached(epoch=1, hashes=[newest.hash]))
+    before, _ = {*keeper.retained}, virtual.messages(keeper)
+    assert newest.hash in before and MOST_RETAINED <= len(before) <= MOST_RETAINED + 1
+    in_use = [newest, *refs[1:]]
+    virtual.join("joining", [ref.hash for ref in in_use], in_use=in_use, kind="preemptible")
+    assert keeper.retained == before
+    assert not [message for message in virtual.messages(keeper) if isinstance(message, protocol.Retain)]
+
+
 async def test_few_versions_are_received_at_a_time(room: Room) -> None:
     room.used = [room.ref(version, f"policy {version}") for version in range(5)]
     worker = room.worker()
@@ -530,6 +550,60 @@ async def test_few_versions_are_received_at_a_time(room: Room) -> None:
     worker.pulling.set()
     await eventually(lambda: room.states() == {"worker": "serving"})
     assert [bare(ref) for ref in held(worker)] == room.used
+
+
+async def work_of_reports(count: int, *, at_once: bool) -> int:
+    """Instructions in which the reports of a worker are taken that received a version of so many policies."""
+    virtual, refs = VirtualStore(), [version_of(f"p{number}", 1, number) for number in range(count)]
+    virtual.join("trainer", [ref.hash for ref in refs], roles=["train"])
+    worker = virtual.join("worker", in_use=refs)
+    assert len(worker.orders) == count
+    reports = [[ref.hash for ref in refs]] if at_once else [[ref.hash] for ref in refs]
+
+    async def take() -> None:
+        for hashes in reports:
+            virtual.store.on_cached(worker, protocol.AdaptersCached(epoch=1, hashes=hashes))
+
+    work = await work_of(take, "controller/weights/", "controller/fleet/")
+    assert not worker.orders and len(worker.cached) == count
+    return work
+
+
+def version_of(policy: str, version: int, number: int) -> protocol.AdapterRef:
+    return protocol.AdapterRef(policy=policy, version=version, hash=f"{number:064}", rank=4, alpha=8.0)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_report_takes_as_long_however_many_others_are_awaited(at_once: bool) -> None:
+    few, many = [await work_of_reports(count, at_once=at_once) for count in (200, 800)]
+    assert few < many < 5 * few
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_orders_begin_in_turn_and_older_ones_are_those_of_one_policy(seed: int) -> None:
+    """As in a plain list of all orders."""
+    random, orders = Random(seed), AdapterOrders()
+    listed: list[protocol.AdapterRef] = []
+    waiting: list[protocol.AdapterRef] = []
+    for _ in range(200):
+        ref = version_of(random.choice("ab"), random.randrange(4), random.randrange(6))
+        same = [one for one in listed if one.hash == ref.hash]
+        match random.choice(("add", "remove", "begin")):
+            case "add":
+                orders.add(AdapterOrder(ref, 0.0, 0.0))
+                listed = [*(one for one in listed if one not in same), ref]
+                waiting = [*(one for one in waiting if one not in same), ref]
+            case "remove":
+                removed = orders.remove(ref.hash)
+                assert ([removed.ref] if removed is not None else []) == same
+                listed, waiting = ([one for one in those if one not in same] for those in (listed, waiting))
+            case "begin":
+                most = random.randrange(-1, 3)
+                assert [order.ref for order in orders.begin(most)] == waiting[: max(0, most)]
+                waiting = waiting[max(0, most) :]
+        assert [order.ref for order in orders.values()] == listed
+        older = [one.hash for one in listed if one.policy == ref.policy and one.version < ref.version]
+        assert sorted(orders.older(ref)) == sorted(older)
 
 
 async def test_registration_brings_the_table_back(room: Room) -> None:
@@ -608,9 +682,8 @@ async def test_requests_of_a_worker_that_leaves_resume_from_their_last_token(ser
     await eventually(lambda: rollouts.sampled_tokens >= 12)
     first.generating.clear()
     await settle()
-    [requests] = rollouts.requests.values()
-    had = {name: live.result.tokens[:] for name, live in requests.items()}
-    logprobs = {name: live.result.logprobs[:] for name, live in requests.items()}
+    had = {name: live.result.tokens[:] for (_, name), live in rollouts.requests.items()}
+    logprobs = {name: live.result.logprobs[:] for (_, name), live in rollouts.requests.items()}
     assert sum(map(len, had.values())) == rollouts.sampled_tokens
     late = [first.next_chunk(name) for name in list(first.active)]
     second = await service.worker("second", chunk=3, shortest=1 << 20).join()

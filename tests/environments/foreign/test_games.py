@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.faces import ScriptedWorker, job, served, tokenizer
+from tests.support.faces import ThreadedWorker, job, served, tokenizer
 from tests.support.waiting import until
 
 from rookery.client import Client
@@ -119,12 +119,10 @@ class TestTinyLibraries:
         async def play() -> None:
             episode, first = await start(made("gymnasium", "Count"), 5)
             assert first.endswith("Reply with one of: 0, 1.")
-            assert [(await move(episode, text)).reward for text in ("<think>0</think>I take 1", "11", "-1", "0")] == [
-                1.0,
-                0.0,
-                0.0,
-                0.0,
-            ]
+            texts = ("<think>0</think>I take 1", "11", "-1", "\u22121", "0.1", "1,0", "1.0", "0", "It is 1.")
+            moves = [await move(episode, text) for text in texts]
+            assert [step.reward for step in moves] == [1.0, *[0.0] * 7, 1.0]
+            assert ["Reply with" in shown(step) for step in moves[1:7]] == [True] * 6
             await episode.close()
 
         played(play)
@@ -347,7 +345,7 @@ class TestRealLibraries:
             with pytest.raises(RookeryError, match="one of the administrator's"):
                 client.submit(job(environment={"id": "gymnasium", "env": "Other-v0"}))
             replies = ("0", "1", "[7]", "[12]")
-            with ScriptedWorker(service.url, token, tokenizer(tmp_path), replies):
+            with ThreadedWorker(service.url, token, tokenizer(tmp_path), replies):
                 given = {**environment, "size": 16, "eval_size": 4, "step_timeout": "5m"}
                 made = client.submit(job(environment=given, sampling={"max_tokens": 8}))
                 until(lambda: made.show().state in ("completed", "paused", "failed"), patience=SECONDS)

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 from tests.server.test_api import end_of
-from tests.support.faces import ScriptedWorker, job, served, tokenizer
-from tests.support.tinkered import free_port
+from tests.support.faces import ThreadedWorker, job, served, tokenizer
+from tests.support.ports import free_port
 from tests.support.waiting import until_healthy
 
 from rookery.environments.base import Reply, Step
@@ -162,7 +162,7 @@ def test_a_job_trains_on_a_server(url: str, tmp_path: Path, monkeypatch: pytest.
         base_url=service.url, headers={"Authorization": f"Bearer {service.key}"}, timeout=60
     ) as http:  # fmt: skip
         token = (service.settings.data / "worker.token").read_text(encoding="utf-8").strip()
-        with ScriptedWorker(service.url, token, tokenizer(tmp_path)):
+        with ThreadedWorker(service.url, token, tokenizer(tmp_path)):
             submitted = http.post("/api/v1/jobs", json=job(environment=environment, sampling={"max_tokens": 8})).json()
             _, done = end_of(http, submitted["id"])
             assert done["state"] == "completed", done

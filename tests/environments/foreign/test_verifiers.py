@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.faces import ScriptedWorker, job, served, tokenizer, write_model
+from tests.support.faces import ThreadedWorker, job, served, tokenizer, write_model
 from tests.support.waiting import until
 
 from rookery import protocol
@@ -69,7 +69,7 @@ class TestReal:
             ):
                 with pytest.raises(RookeryError, match=said):
                     client.submit(asked(**changes))
-            with ScriptedWorker(service.url, token, tokenizer(tmp_path), ("1 2 3 4 5 6 7", "no")):
+            with ThreadedWorker(service.url, token, tokenizer(tmp_path), ("1 2 3 4 5 6 7", "no")):
                 made = client.submit(asked())
                 until(lambda: made.show().state in ("completed", "paused", "failed"), patience=SECONDS)
                 assert made.show().state == "completed", made.show()
@@ -87,7 +87,7 @@ class TestReal:
         config.write_text(config.read_text().replace("512", "4096"))  # the instructions of the simulated user are long
         with installed(), served(tmp_path, **settings) as service, Client(service.url, service.key) as client:
             token = (service.settings.data / "worker.token").read_text(encoding="utf-8").strip()
-            with ScriptedWorker(service.url, token, tokenizer(tmp_path), ("1 2 3 4 5 6 7", "no")):
+            with ThreadedWorker(service.url, token, tokenizer(tmp_path), ("1 2 3 4 5 6 7", "no")):
                 for changes, said in (
                     (roles, "environment.agent: given '', allowed: one of assistant, user, whose replies are trained"),
                     (
@@ -139,7 +139,7 @@ class Tokens(Environment):
 
 
 def test_an_environment_may_render_itself(tmp_path: Path) -> None:
-    with served(tmp_path) as service, Client(service.url, service.key) as client, ScriptedWorker.of(service):
+    with served(tmp_path) as service, Client(service.url, service.key) as client, ThreadedWorker.of(service):
         made = client.train(**{**job(), "environment": {"hosted": Tokens(), "max_turns": 2}, "evaluation": {}})
         assert made.wait(timeout=100).state == "completed"
         rows = list(made.metrics(follow=False))
@@ -164,7 +164,7 @@ def test_tokens_that_are_no_ids_fail_the_episode(tokens: list[Any], tmp_path: Pa
         message = protocol.Reset(call="", episode="e", job="j", environment="n", options={}, prompt=b"{}", seed=0)
         return await Episodes(UserCodeExecutor(), prototype, nobody, nobody, nobody, nobody).reset(message)
 
-    assert "no token ids" in asyncio.run(reset()).error
+    assert "expected a list of token ids" in asyncio.run(reset()).error
 
 
 def test_a_job_without_the_setting_is_refused() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.faces import ScriptedWorker, job, served, tokenizer
+from tests.support.faces import ThreadedWorker, job, served, tokenizer
 
 from rookery.client import Client
 
@@ -34,7 +34,7 @@ def test_a_job_trains_on_replies_that_run(
 ) -> None:
     with served(tmp_path) as service, Client(service.url, service.key) as client:
         token = (service.settings.data / "worker.token").read_text(encoding="utf-8").strip()
-        with ScriptedWorker(service.url, token, tokenizer(tmp_path), replies):
+        with ThreadedWorker(service.url, token, tokenizer(tmp_path), replies):
             made = client.submit(job(environment={"id": "jsonl", **environment}, sampling={"max_tokens": 40}))
             assert made.wait().state == "completed"
             rewards = [step.reward for step in made.metrics()]

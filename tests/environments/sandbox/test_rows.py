@@ -33,6 +33,25 @@ PROJECT = {
         ),
     },
 }
+UNITS = {
+    "files": {
+        "test_add.py": (
+            "import unittest\nfrom solution import add\n"
+            "class Adds(unittest.TestCase):\n"
+            "    def test_one(self): self.assertEqual(add(1, 2), 3)\n"
+            "    def test_two(self):\n"
+            "        for n in (0, 1):\n"
+            "            with self.subTest(n=n): self.assertEqual(add(n, n), 2 * n)\n"
+        )
+    }
+}
+SCRIPT = {"files": {"test_add.py": "import solution\nfor n in range(3):\n    assert solution.add(n, 1) == n + 1\n"}}
+ENDS = ["sys.exit(0)", "sys.exit()", "sys.exit(False)", "exit()", "quit(0)", "raise SystemExit",
+        "raise SystemExit(None)", "os._exit(0)", "raise unittest.SkipTest('later')", "raise KeyboardInterrupt",
+        "raise GeneratorExit", "raise StopIteration", "raise StopAsyncIteration", "os.close(3)",
+        "argparse.ArgumentParser(prog='x').parse_args(['--help'])",
+        "threading.Thread(target=sys.exit).run()"]  # fmt: skip
+"""Ends of a function that gives no value."""
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +71,10 @@ def code() -> Iterator[Code]:
         (CASES, "```\nprint(int(input()) + int(input()))\n```", 1.0, 1.0),
         (CASES, "print('5   ')\nprint()", 0.0, 0.5),
         (CASES, "print(0)", 0.0, 0.5),
+        ({"cases": [{"stdout": "a\r\nb\n"}]}, "print('a  ')\nprint('b')", 1.0, 1.0),
+        ({"cases": [{"stdout": "a\nb"}]}, r"print('a\x0bb')", 0.0, 0.0),
+        ({"cases": [{"stdout": "a\nb"}]}, r"print('a\u2028b')", 0.0, 0.0),
+        ({"cases": [{"stdout": "a\nb"}]}, r"print('a\rb')", 0.0, 0.0),
         (CASES, "print(int(input()) + int(input()))\nraise SystemExit(1)", 0.0, 0.0),
         (
             PROJECT,
@@ -66,6 +89,60 @@ def code() -> Iterator[Code]:
 def test_code_is_scored_by_its_checks(row: dict[str, Any], reply: str, right: float, passed: float, code: Code) -> None:
     reward, metrics = code.score(reply, row)
     assert (reward, metrics) == (right, {"right": right, "passed": passed, "timed_out": 0.0})
+
+
+@pytest.mark.parametrize("row", [TESTS, UNITS, SCRIPT, {"tests": "try:\n    add(1, 2)\nfinally:\n    x = 1"}])
+@pytest.mark.parametrize("end", ENDS)
+def test_code_that_ends_within_a_check_fails_it(row: dict[str, Any], end: str, code: Code) -> None:
+    start = "import argparse, os, sys, threading, unittest\n"
+    for body in (f"    {end}", f"    if a == 0 or b == 2:\n        {end}\n    return a + b"):
+        reward, metrics = code.score(f"{start}def add(a, b):\n{body}", row)
+        assert reward == metrics["right"] == 0.0 and metrics["passed"] < 1.0
+
+
+@pytest.mark.parametrize("reply", ["exit", "quit", "sys.exit", "lambda *both: sys.exit(0)"])
+def test_a_name_of_an_exit_passes_no_check(reply: str, code: Code) -> None:
+    assert code.score(f"import sys\nsame = {reply}", {"tests": ["assert same(0) == 0"]})[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "right", "passed"),
+    [
+        ("def test_a(): assert add(1, 2) == 3", 1.0, 1.0),
+        ("assert add(1, 2) == 3", 1.0, 1.0),
+        ("def check(): assert add(1, 2) == 3\ncheck()", 1.0, 1.0),
+        ("if add(1, 2) != 3:\n    raise ValueError", 1.0, 1.0),
+        ("import sys\nif add(1, 2) != 3:\n    sys.exit(1)", 1.0, 1.0),
+        ("import sys\nif add(1, 2) != 4:\n    sys.exit(1)", 0.0, 0.0),
+        ("def check(): assert add(1, 2) == 3\n_ = check()", 1.0, 1.0),
+        ("def check(x): assert add(x, 2) == x + 2\n[check(x) for x in range(3)]", 1.0, 1.0),
+        ("test_a = lambda: unittest.TestCase().assertEqual(add(1, 2), 3)", 1.0, 1.0),
+        ("class A(unittest.IsolatedAsyncioTestCase):\n    async def test_a(self): assert add(1, 2) == 3", 1.0, 1.0),
+        ("class A(unittest.IsolatedAsyncioTestCase):\n    async def test_a(self): assert add(1, 2) == 4", 0.0, 0.0),
+        ("class A(unittest.TestCase):\n    @unittest.expectedFailure\n    def test_a(self): assert add(1, 2) == 4", 1.0,
+         1.0),
+        ("class A(unittest.TestCase):\n    @unittest.expectedFailure\n    def test_a(self): assert add(1, 2) == 3", 0.0,
+         0.0),
+        ("class A(unittest.TestCase):\n    @unittest.skip('x')\n    def test_a(self): add()\n"
+         "def test_b(): assert add(1, 2) == 3", 1.0, 1.0),
+        ("class A(unittest.TestCase):\n    def test_a(self): self.skipTest('x')", 0.0, 0.0),
+        ("class A(unittest.TestCase):\n    @unittest.skip('x')\n    def test_a(self): pass", 0.0, 0.0),
+        ("class A(unittest.TestCase):\n    def test_a(self):\n        with self.subTest(): self.skipTest('x')\n"
+         "        with self.subTest(): assert add(1, 2) == 4", 0.0, 0.0),
+        ("class A(unittest.TestCase):\n    def test_a(self):\n        with self.subTest(): self.skipTest('x')\n"
+         "        with self.subTest(): assert add(1, 2) == 3", 1.0, 1.0),
+        ("class B(unittest.TestCase): pass\nclass A(B):\n    async def test_a(self): assert False", 0.0, 0.0),
+        ("class B(unittest.TestCase): pass\nclass A(B):\n    def test_a(self):\n        yield add()", 0.0, 0.0),
+        ("class A(Exception): pass", 0.0, 0.0),
+        ("import sys\nsys.path.insert(0, '.')", 0.0, 0.0),
+        ("if __name__ == '__main__':\n    unittest.main()\nclass A(unittest.TestCase):\n"
+         "    def test_a(self): assert add(1, 2) == 3", 1.0, 1.0),
+    ],
+)  # fmt: skip
+def test_a_project_is_right_where_a_test_of_it_passed(text: str, right: float, passed: float, code: Code) -> None:
+    row = {"files": {"test_add.py": f"import unittest\nfrom solution import add\n{text}"}}
+    _, metrics = code.score(ADD, row)
+    assert (metrics["right"], metrics["passed"]) == (right, passed)
 
 
 def test_partial_reward_and_the_limits() -> None:
@@ -85,6 +162,10 @@ def test_forged_checks_earn_no_more_than_all() -> None:
     )
     reward, metrics = Code.model_validate({"partial": True}).score(code, TESTS)
     assert (reward, metrics["passed"], metrics["right"]) == (1.0, 1.0, 0.0)
+
+
+PYTEST = "from solution import add\nclass TestAdd:\n    def test_sum(self):\n        assert add(1, 2) == 3"
+ASYNC = "from unittest import TestCase\nclass A(TestCase):\n    async def test_a(self):\n        assert f()"
 
 
 @pytest.mark.parametrize("reply", ["", "\0", "\ud800", "```python", "(" * 10_000, "```python\n\ud800\n```", "é" * 5000])
@@ -112,6 +193,22 @@ def test_no_reply_makes_it_raise(reply: str, code: Code) -> None:
         ({"tests": "assert (f(1) == 3, 'wrong')"}, "tests checks nothing"),
         ({"tests": "assert True"}, "tests checks nothing"),
         ({"tests": "pass"}, "tests checks nothing"),
+        ({"tests": "assert 1 + 1 == 2"}, "tests checks nothing"),
+        ({"tests": "def check():\n    assert f(1)\nif __name__ == '__main__':\n    check()"}, "tests checks nothing"),
+        ({"tests": "async def check():\n    assert f(1)\ncheck()"}, "tests checks nothing"),
+        ({"tests": "def check():\n    assert f(1)\n    yield\ncheck()"}, "tests checks nothing"),
+        ({"tests": "lambda: f(1)"}, "tests checks nothing"),
+        ({"tests": "check = lambda: f(1)"}, "tests checks nothing"),
+        ({"tests": "all(f(x) == 1 for x in (1, 2))"}, "tests compares without assert"),
+        ({"tests": "assert f(1) == 2\nsys.exit(0)"}, "tests calls sys.exit, which is no check here"),
+        ({"tests": "assert f(1) == 2\nraise SystemExit"}, "tests calls SystemExit"),
+        ({"tests": ["assert f(1) == 2", "exit()"]}, "tests.1 calls exit"),
+        (
+            {"tests": "try:\n    assert f(1) == 2\n    sys.exit(0)\nexcept AssertionError:\n    sys.exit(1)"},
+            "tests calls sys.exit, which is no check here",
+        ),
+        ({"tests": "if f(1) == 2:\n    raise SystemExit\nelse:\n    exit(1)"}, "tests calls SystemExit"),
+        ({"tests": "import unittest\nclass T(unittest.TestCase):\n    pass\nunittest.main()"}, "calls unittest.main"),
         ({"tests": "# later"}, "tests checks nothing"),
         ({"tests": "f(1) == 2"}, "tests compares without assert"),
         ({"tests": ["assert f(1) == 2", "not f(2)"]}, "tests.1 compares without assert"),
@@ -120,6 +217,17 @@ def test_no_reply_makes_it_raise(reply: str, code: Code) -> None:
         ({"cases": [{"stdin": "1", "stdout": "\n"}]}, "a program that writes nothing passes it"),
         ({"cases": {}}, "cases is {}"),
         ({"files": {"a.py": "x = 1"}}, 'files has no tests, but ["a.py"]; give some in files named test….py'),
+        ({"files": {"test_a.py": "x = 1"}}, 'files has no test in ["test_a.py"], so every reply would be right'),
+        ({"files": {"test_a.py": ""}}, "files has no test"),
+        ({"files": {"test_a.py": "import solution\ndef check():\n    assert solution.f()"}}, "files has no test"),
+        ({"files": {"test_a.py": "from solution import f\nif __name__ == '__main__':\n    assert f()"}}, "has no test"),
+        ({"files": {"test_a.py": "assert 1"}}, "files has no test"),
+        ({"files": {"test_a.py": "class Cases:\n    def check(self):\n        assert f()"}}, "files has no test"),
+        ({"files": {"test_a.py": PYTEST}}, "files.test_a.py: TestAdd is no unittest.TestCase, so its tests would not"),
+        ({"files": {"test_a.py": f"{PYTEST}\ndef test_more():\n    assert f()"}}, "TestAdd is no unittest.TestCase"),
+        ({"files": {"test_a.py": "async def test_a():\n    assert f()"}}, "test_a is async or yields"),
+        ({"files": {"test_a.py": "def test_a():\n    yield f()"}}, "test_a is async or yields"),
+        ({"files": {"test_a.py": ASYNC}}, "A.test_a is async or yields"),
         ({"files": {"../test_a.py": "x = 1"}}, "is no path inside the working directory"),
         ({"files": {"test_a.py": "x = 1"}, "file": "/etc/passwd"}, "is no path inside the working directory"),
         ({"files": {"test_a.py": "x = 1"}, "file": "test_a.py"}, "which is one of the tests"),
@@ -146,10 +254,41 @@ def test_a_row_without_usable_checks_is_refused(row: dict[str, Any], problem: st
         "class T:\n    assert f(1) == 2",
         "@run\ndef test():\n    assert f(1) == 2",
         "def test(given=f(1)):\n    pass",
+        "if __name__ == '__main__':\n    pass\nelse:\n    assert f(1)",
+        "import asyncio\nasync def check():\n    assert f(1)\nasyncio.run(check())",
+        "if f(1) != 2:\n    sys.exit(1)",
+        "assert all(f(x) == 1 for x in (1, 2))",
+        "list(map(lambda x: f(x), (1, 2)))",
     ],
 )
 def test_tests_that_can_fail_are_taken(tests: Any) -> None:
     assert task_of({"tests": tests}).tests
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def test_a(): pass",
+        "if True:\n    def test_a(): pass",
+        "try:\n    import numpy\nexcept ImportError:\n    def test_a(): pass",
+        "@decorated\nasync def test_a(): pass",
+        "class TestMixin:\n    def test_a(self): pass\nclass A(TestMixin, unittest.TestCase): pass",
+        "class TestAdd:\n    def test_a(self): pass\nTestAdd().test_a()",
+        "class TestData:\n    rows = []\ndef test_a(): pass",
+        "class A(Base): pass",
+        "class A(unittest.IsolatedAsyncioTestCase):\n    async def test_a(self): pass",
+        "from cases import *",
+        "from cases import Adds",
+        "from tests.cases import Adds",
+        "from . import cases",
+        "test_a = make(f)",
+        "globals()['test_a'] = f",
+        "def load_tests(loader, tests, pattern): return tests",
+        "with open('rows') as rows:\n    for row in rows:\n        assert f(row)",
+    ],
+)
+def test_projects_that_may_test_are_taken(text: str) -> None:
+    assert task_of({"files": {"test_a.py": text, "tests/cases.py": ""}}).project_tests
 
 
 @pytest.mark.parametrize(
@@ -201,8 +340,8 @@ def test_rows_are_checked_when_a_job_is_submitted(tmp_path: Path) -> None:
         checks.close()
 
 
-def test_a_machine_without_a_sandbox_refuses_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
+@pytest.mark.usefixtures("no_programs")
+def test_a_machine_without_a_sandbox_refuses_the_job() -> None:
     with pytest.raises(UserError, match="apt-get install bubblewrap"):
         find("jsonl").validate_options({"rows": [{"prompt": "Write add.", **TESTS}], "verifier": "sandbox"})
 

@@ -193,17 +193,15 @@ def test_a_path_stays_inside(path: str, sandbox: Sandbox) -> None:
         sandbox.run(Program("", files={path: ""}))
 
 
-def test_a_machine_without_bubblewrap_is_refused_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PATH", "")
+@pytest.mark.usefixtures("no_programs")
+def test_a_machine_without_bubblewrap_is_refused_with_the_command_that_installs_it() -> None:
     with pytest.raises(UserError, match="apt-get install bubblewrap"):
         find("bubblewrap")
     with pytest.raises(UserError, match="apt-get install bubblewrap"):
         Sandbox().run(Program(""))
 
 
-def test_a_confinement_that_cannot_start_is_one_line(monkeypatch: pytest.MonkeyPatch, sandbox: Sandbox) -> None:
+def test_a_confinement_that_cannot_start_is_one_line(sandbox: Sandbox) -> None:
     broken = Sandbox(prelude="raise RuntimeError('no such thing')")
     with pytest.raises(SandboxError, match="RuntimeError: no such thing"):
         broken.run(Program(""))

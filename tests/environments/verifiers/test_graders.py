@@ -7,11 +7,13 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from rookery.environments.builtins import find
 from rookery.environments.models import ModelAnswer, ModelQuestion
 from rookery.environments.sandbox.sandbox import Sandbox
 from rookery.environments.verifiers import graders, running_graders
@@ -26,6 +28,7 @@ from rookery.environments.verifiers.graders import (
     similarity,
 )
 from rookery.environments.verifiers.running_graders import GraderTools, ModelSilent, check_source
+from rookery.environments.verifiers.verifiers import VERIFIERS
 from rookery.errors import UserError
 
 GRADERS: TypeAdapter[Any] = TypeAdapter(AnyGrader)
@@ -59,6 +62,12 @@ def test_texts_are_compared(operation: str, text: str, value: float) -> None:
         ("{{item.a.b[1]}}", "", {"a": {"b": [1, "x"]}}, "x"),
         ("{{ sample.output_json.n }}", '{"n": 3}', {}, "3"),
         ("{{ sample.output_json.n }}", "no JSON", {}, ""),
+        ("{{ sample.output_json.n }}", '{"n": NaN}', {}, ""),
+        ("{{ sample.output_json.n }}", '{"n": 4, "n": 3}', {}, ""),
+        ("{{ sample.output_json.n }}", '{"n": [-1e999]}', {}, ""),
+        ("{{ sample.output_json.n }}", r'{"n": "a", "m": "half \ud83d"}', {}, ""),
+        ("{{ sample.output_json.n }}", r'{"n": "\ud83d\ude00"}', {}, "\U0001f600"),
+        ("{{ sample.output_json.n }}", '{"n": 123456789012345678901234567890}', {}, "123456789012345678901234567890"),
         ("a {{ item.n }} b {{item.m}}", "", {"n": 1, "m": [1]}, "a 1 b [1]"),
     ],
 )
@@ -101,6 +110,21 @@ def test_a_template_has_few_places() -> None:
 def test_a_row_without_the_field_is_refused() -> None:
     with pytest.raises(ValueError, match=r"item\.answer, which the row does not have"):
         check_item(GRADERS.validate_python(string_check()), {"other": 1})
+
+
+@pytest.mark.parametrize(
+    ("written", "refused"),
+    [("12345678.123456789012", True), ('"12345678.123456789012"', False), ("0.1", False), ("1e400", None)],
+)
+def test_a_number_that_loses_digits_as_a_text_is_refused(written: str, refused: bool | None, tmp_path: Path) -> None:
+    (path := tmp_path / "rows.jsonl").write_text(f'{{"prompt": "a", "answer": {written}}}\n')
+    options = {"path": str(path), "verifier": {"name": "grader", "grader": string_check()}}
+    if refused is False:
+        find("jsonl").validate_options(options)
+        return
+    line = rf"line 1: .*answer.* (is|given) {written}, .*(quote it|or a text)"
+    with pytest.raises(UserError, match=line):
+        find("jsonl").validate_options(options)
 
 
 def multi(formula: str) -> dict[str, Any]:
@@ -146,6 +170,10 @@ def test_text_that_is_no_formula_is_refused(formula: str) -> None:
 def test_a_formula_without_a_finite_value_earns_nothing(formula: str) -> None:
     graded = grade(GRADERS.validate_python(multi(formula)), "x", {"answer": "x"})
     assert graded.value == 0 and "no finite value" in graded.error
+    for one, earned, unjudged in ((formula, 0, 1), ("a", 1, 0)):
+        verifier = VERIFIERS["grader"].model_validate({"grader": multi(one)})
+        reward, metrics = verifier.score("x", {"answer": "x"})
+        assert (reward, metrics["unjudged"]) == (earned, unjudged)
     with pytest.raises(ValueError, match="no finite value"):
         calculated(formula, {"a": 1.0, "b": 1.0})
 
@@ -353,6 +381,8 @@ def asked(grader: dict[str, Any], answer: str) -> tuple[Graded, ModelQuestion]:
         (score_model(), '{"result": 0.5}', 0.5),
         (score_model(), 'Well: {"steps": [{"a": 1}], "result": 1} so', 1),
         (score_model(), '<think>{"result": 0}</think>{"result": 1}', 1),
+        (score_model(), '{"steps": [{"a": "it never closed <think>"}], "result": 1}', 1),
+        (score_model(), '<think>a</think>{"steps": [{"a": "a second <think>"}], "result": 1}', 1),
         (score_model(), '{"result": 7}', 1),
         (score_model(range=[-1, 10]), '{"result": 7}', 7),
         (score_model(range=[-1, 10]), '{"result": -3}', -1),
@@ -370,8 +400,14 @@ def test_a_model_gives_the_value(grader: dict[str, Any], answer: str, value: flo
 @pytest.mark.parametrize(
     ("grader", "answer"),
     [
-        (score_model(), "very good"), (score_model(), '{"result": "0.5"}'), (score_model(), '{"result": NaN}'),
+        (score_model(), "very good"), (score_model(), '{"result": "0.5"}'),
+        (score_model(), '{"result": true}'), (score_model(), '{"result": 0, "result": 1}'),
+        (label_model(), '{"label": "bad", "label": "good"}'),
+        (score_model(), '{"result": NaN}'),
         (score_model(), '{"score": 1}'), (score_model(), ""), (score_model(), '{"result": 1e999}'),
+        (score_model(), '{"steps": [{"result": 1}, {"result": 1}'), (score_model(), '{"steps": [{"result": 1}],}'),
+        (score_model(), '<think>{"result": 1}'), (score_model(), '{"result": 1} <think>or'),
+        (label_model(), '<think>no</think>{"label": "good"}<think>'),
         (score_model(), "[" * 5000), (score_model(), '{"a":' * 5000), (label_model(), '{"label": "fine"}'),
         (label_model(), '{"label": ["good"]}'), (label_model(), '{"label": null}'),
     ],

@@ -56,18 +56,6 @@ class Refusing:
         service.database.intercept(method, call)
 
 
-async def pass_until(service: Service, holds: Any) -> None:
-    """Time passes, beat by beat, until something holds."""
-
-    async def beat() -> bool:
-        await service.clock.advance(service.settings.worker.heartbeat_seconds, steps=1)
-        for _ in range(2):  # a sweep's second call is made when its first is answered
-            await service.writer(lambda: None)
-        return bool(holds())
-
-    await eventually(beat)
-
-
 # --- outcomes ---------------------------------------------------------------------------------------------------------
 
 
@@ -78,13 +66,13 @@ async def test_result_refused_by_the_database_is_stored_later(
     visitor = await Client(service).begin()
     database = Refusing(service, "finish_future", trouble)
     request = await visitor.send(operations.InvalidOperation(error="no such loss"))
-    await pass_until(service, lambda: database.refused >= 2)
+    await service.pass_until(lambda: database.refused >= 2)
     waiting = await visitor.sessions.wait("alice", request)
     assert isinstance(waiting, QueueStatus) and str(trouble) in waiting.reason
     [said] = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert request in said.getMessage() and said.__dict__["tenant"] == "alice", "said once, with the tenant"
     database.trouble = None
-    await pass_until(service, lambda: service.database.read(sessions.get_future, "alice", request).outcome is not None)
+    await service.pass_until(lambda: service.database.read(sessions.get_future, "alice", request).outcome is not None)
     assert await visitor.outcome(request) == operations.OperationFailed(error="no such loss", category="user")
     assert isinstance(await visitor.gradient(), operations.ForwardBackwardResult)
     assert isinstance(await visitor.step(), operations.OptimStepResult)
@@ -95,9 +83,9 @@ async def test_sample_whose_result_was_refused_is_answered_later(service: Servic
     sampler = await visitor.sampler(None)
     database = Refusing(service, "finish_future", FULL)
     request = await visitor.sample(sampler, 0)
-    await pass_until(service, lambda: database.refused >= 2)
+    await service.pass_until(lambda: database.refused >= 2)
     database.trouble = None
-    await pass_until(service, lambda: service.database.read(sessions.get_future, "alice", request).outcome is not None)
+    await service.pass_until(lambda: service.database.read(sessions.get_future, "alice", request).outcome is not None)
     assert isinstance(await visitor.outcome(request), operations.SampleResult)
 
 
@@ -111,14 +99,14 @@ async def test_failed_sweep_is_logged_and_repeated(
     visitor = await Client(service).begin()
     await visitor.save("short", ttl=1.0)
     database = Refusing(service, "expired_checkpoints", trouble)
-    await pass_until(service, lambda: database.refused >= 1)
+    await service.pass_until(lambda: database.refused >= 1)
     first = service.clock.now
-    await pass_until(service, lambda: database.refused >= 2)
+    await service.pass_until(lambda: database.refused >= 2)
     assert service.clock.now - first <= 2 * service.settings.worker.heartbeat_seconds
     said = [record for record in caplog.records if "the sweep of expired" in record.getMessage()]
     assert said and all(bool(record.exc_info) == isinstance(trouble, OSError) for record in said)
     database.trouble = None
-    await pass_until(service, lambda: not service.database.read(sessions.list_checkpoints, "alice"))
+    await service.pass_until(lambda: not service.database.read(sessions.list_checkpoints, "alice"))
 
 
 async def test_operations_behind_a_missing_number_fail_when_the_database_accepts_it(service: Service) -> None:
@@ -128,10 +116,10 @@ async def test_operations_behind_a_missing_number_fail_when_the_database_accepts
     visitor._seq += 1  # a number that is never sent
     lost = [await visitor.send(forward([1, 2, 3])), await visitor.send(forward([1, 2, 3]))]
     database = Refusing(service, "finish_future", FULL)
-    await pass_until(service, lambda: database.refused >= 1)
-    await pass_until(service, lambda: not service.database.read(sessions.list_checkpoints, "bob"))
+    await service.pass_until(lambda: database.refused >= 1)
+    await service.pass_until(lambda: not service.database.read(sessions.list_checkpoints, "bob"))
     database.trouble = None
-    await pass_until(service, lambda: not service.database.read(sessions.open_futures))
+    await service.pass_until(lambda: not service.database.read(sessions.open_futures))
     for request in lost:
         failed = await visitor.outcome(request)
         assert isinstance(failed, operations.OperationFailed) and failed.category == "user"
@@ -246,7 +234,7 @@ async def test_step_that_is_not_executed_drops_its_gradient(service: Service, mi
             refused = operations.InvalidOperation(error="learning_rate: below 0", step=True)
             request = await visitor.send(step if missing else refused)
             began, gap = service.clock.now, service.rules.sessions.seq_gap
-            await pass_until(service, lambda began=began, gap=gap: not missing or service.clock.now > began + 2 * gap)
+            await service.pass_until(lambda began=began, gap=gap: not missing or service.clock.now > began + 2 * gap)
             assert isinstance(await visitor.outcome(request), operations.OperationFailed)
             if crash:
                 await restart(service)
@@ -334,7 +322,7 @@ async def sent_while_away(visitor: Client, call: operations.AnyOperation, databa
     service = visitor.service
     request = await visitor.send(call)
     if database is not None:
-        await pass_until(service, lambda: database.refused or not is_open(visitor, request))
+        await service.pass_until(lambda: database.refused or not is_open(visitor, request))
         if is_open(visitor, request):
             paused = QueueStatus(paused=True, reason="the database does not answer")
 
@@ -343,7 +331,7 @@ async def sent_while_away(visitor: Client, call: operations.AnyOperation, databa
 
             await eventually(waits)
         database.trouble = None
-    await pass_until(service, lambda: not is_open(visitor, request))
+    await service.pass_until(lambda: not is_open(visitor, request))
     result = await visitor.outcome(request)
     assert not isinstance(result, operations.OperationFailed), result
     return database.refused if database is not None else 0
@@ -400,7 +388,7 @@ async def test_a_recovery_that_fails_once_counts_no_gradient_twice(service: Serv
             reading = FailingOnce(service.artifacts if read == "verify" else service.database, read)
             commit.armed, commit.on_failure = away, reading.arm
             request = await visitor.send(call)
-            await pass_until(service, lambda of=visitor, request=request: not is_open(of, request))
+            await service.pass_until(lambda of=visitor, request=request: not is_open(of, request))
             assert not commit.armed and not reading.armed
             assert not isinstance(await visitor.outcome(request), operations.OperationFailed)
             await visitor.gradient(10, 11, 12)
@@ -418,7 +406,7 @@ async def test_a_load_whose_answer_was_lost_ends_a_rejected_gradient(service: Se
     commit = FailingOnce(service.database, "commit_model", taken=True)
     commit.arm()
     request = await visitor.send(operations.LoadState(path=path, optimizer=False))
-    await pass_until(service, lambda: not is_open(visitor, request))
+    await service.pass_until(lambda: not is_open(visitor, request))
     assert isinstance(await visitor.outcome(request), operations.StateLoaded) and not commit.armed
     await visitor.gradient()
     assert isinstance(await visitor.step(), operations.OptimStepResult)
@@ -429,15 +417,15 @@ async def test_operations_given_up_during_an_unanswered_commit_reject_their_grad
     path = await visitor.save("start")
     database = Refusing(service, "commit_model", GONE, taken=True)
     request = await visitor.send(operations.LoadState(path=path, optimizer=False))
-    await pass_until(service, lambda: database.refused)
+    await service.pass_until(lambda: database.refused)
     visitor._seq += 1  # a number that is never sent
     lost = await visitor.send(forward([1, 2, 3]))
     ping = Refusing(service, "ping", GONE)
     began, gap = service.clock.now, service.rules.sessions.seq_gap
-    await pass_until(service, lambda: service.clock.now > began + 2 * gap)
+    await service.pass_until(lambda: service.clock.now > began + 2 * gap)
     ping.trouble = None
     database.trouble = None
-    await pass_until(service, lambda: not is_open(visitor, lost))
+    await service.pass_until(lambda: not is_open(visitor, lost))
     assert isinstance(await visitor.outcome(request), operations.StateLoaded)
     refused = await visitor.step()
     assert isinstance(refused, operations.OperationFailed) and "no step was taken" in refused.error
@@ -447,7 +435,7 @@ async def test_an_operation_of_a_lost_client_waits_for_no_place(service: Service
     visitor = await Client(service).begin()
     database = Refusing(service, "save_checkpoint", GONE)
     request = await visitor.send(operations.SaveState(kind="weights", name="one"))
-    await pass_until(service, lambda: database.refused)
-    await pass_until(service, lambda: not is_open(visitor, request))
+    await service.pass_until(lambda: database.refused)
+    await service.pass_until(lambda: not is_open(visitor, request))
     failed = await visitor.outcome(request)
     assert isinstance(failed, operations.OperationFailed) and "had no heartbeat" in failed.error

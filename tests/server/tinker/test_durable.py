@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import tinker
+from tests.support.ports import free_port
 from tests.support.tinkered import (
     ADAM,
     MODEL,
@@ -22,7 +23,6 @@ from tests.support.tinkered import (
     DroppingProxy,
     client,
     datum,
-    free_port,
     logprobs,
     new_key,
     running,

@@ -18,7 +18,7 @@ import pytest
 from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.faces import MODEL, ScriptedWorker, served
+from tests.support.faces import MODEL, ThreadedWorker, served
 from tests.support.fuzzing import Failures, fuzzed, mangled, of_schema
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
@@ -107,7 +107,7 @@ def failures() -> Iterator[list[str]]:
 def service(tmp_path_factory: pytest.TempPathFactory, failures: list[str]) -> Iterator[EmbeddedService]:
     root = tmp_path_factory.mktemp("fuzz")
     patience = {"session_poll": 0.02, "session_seq_gap": 0.1, "heartbeat_seconds": 0.1}
-    with served(root, **patience) as service, ScriptedWorker.of(service):
+    with served(root, **patience) as service, ThreadedWorker.of(service):
         yield service
 
 

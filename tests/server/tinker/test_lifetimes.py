@@ -6,13 +6,14 @@ The controller is real, its workers follow a script and time passes when a test 
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.driven import ADAM, Client, forward, join, restart
-from tests.support.peers import ScriptedWorker, Service, eventually, settle
+from tests.support.peers import PATIENCE, ScriptedWorker, Service, eventually, settle
 from tests.support.work import work_of
 
 from rookery import protocol
@@ -194,7 +195,7 @@ async def test_checkpoint_stays_while_it_is_loaded(
     monkeypatch.setattr(PolicyRun, "load", deleted_first)
     loaded = await visitor.do(operations.LoadState(path=path, optimizer=optimizer))
     assert isinstance(loaded, operations.StateLoaded), loaded
-    await eventually(lambda: not service.controller.context.rooms.collector.pins)
+    await eventually(lambda: not service.controller.context.rooms.collector.references)
     await wait(service, 1)  # what nothing names is removed in the writer thread
     checkpoints = {row.hash for row in await visitor.store.read(sessions.list_checkpoints, "alice")}
     assert service.artifacts.hashes() == await heads(visitor) | checkpoints
@@ -613,6 +614,59 @@ async def test_runs_of_a_suspended_session_leave_memory_and_return(service: Serv
     assert isinstance(await visitor.step(), operations.OptimStepResult)
 
 
+async def test_idle_runs_of_a_tenant_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many a client makes, and keeps alive by its heartbeats."""
+    monkeypatch.setattr("rookery.controller.sessions.sessions.RUNS_LOADED", 3)
+    service = Service(tmp_path, session_poll=0.05, trainer_slots=16, suspect_seconds=1e9, stuck_seconds=1e9)
+    await service.start()
+    worker = await join(service)
+    other, busy, free = await Client(service, "bob").begin(), await Client(service).begin(), asyncio.Event()
+    runs, (_, policy) = busy.sessions.runs, await busy.store.read(sessions.get_model, "alice", busy.model)
+
+    async def hold(op: Any) -> None:
+        if isinstance(op, protocol.ForwardBackward) and op.policy == policy.id:
+            await free.wait()
+
+    worker.answer = hold
+    held = await busy.send(forward([1, 2, 3]))
+    clients = [await Client(service).begin() for _ in range(5)]
+    assert [run.row.id for run in runs.of(tenant="alice")] == [busy.model, *(one.model for one in clients[-2:])]
+    free.set()
+    assert isinstance(await busy.outcome(held), operations.ForwardBackwardResult)
+    for client in clients:  # each is loaded again
+        assert isinstance(await client.gradient(), operations.ForwardBackwardResult)
+        assert isinstance(await client.step(), operations.OptimStepResult)
+        assert runs.count(tenant="alice") == 3 and other.model in runs
+    await service.close()
+
+
+async def test_live_sessions_take_little_memory(service: Service) -> None:
+    known = service.controller.sessions
+    about = {"note": [[] for _ in range(5000)]}
+    made = [await known.create("alice", None, sdk_version="1", name="", about=about) for _ in range(30)]
+    ids = [row.id for row in made]
+    del made
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for id in ids:
+            await known.heartbeat("alice", id)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 30 * 10_000
+
+
+async def test_the_end_of_waits_does_not_wait_for_deletions(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant may have a hundred thousand expired checkpoints."""
+    visitor, free = await Client(service).begin(), asyncio.Event()
+    monkeypatch.setattr(visitor.sessions, "sweep", free.wait)
+    for _ in range(4):
+        await wait(service, 50.0)
+    assert not visitor.sessions.models_in_use("alice"), "it is suspended"
+    free.set()
+
+
 async def test_client_samples_again_after_its_samples_were_dropped(tmp_path: Path) -> None:
     service = Service(
         tmp_path, session_poll=0.05, session_idle=20.0, session_abandon=40.0, suspect_seconds=1e9, stuck_seconds=1e9,
@@ -627,6 +681,6 @@ async def test_client_samples_again_after_its_samples_were_dropped(tmp_path: Pat
     assert isinstance(await visitor.outcome(dropped), operations.OperationFailed)
     worker.generating.set()
     await visitor.sessions.heartbeat("alice", visitor.session)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         assert isinstance(await visitor.outcome(await visitor.sample(sampler, 1)), operations.SampleResult)
     await service.close()

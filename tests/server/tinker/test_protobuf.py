@@ -106,6 +106,13 @@ def test_targets_of_a_token_are_bounded(listed: int, width: int, sparse: bool) -
         PackedGroup.from_datum(datum)
 
 
+@pytest.mark.parametrize("columns", [[1, 1], [0, 3, 0], [2, 1, 2, 5]])
+def test_a_column_twice_in_a_row_is_refused(columns: list[int]) -> None:
+    """The last of its values would count, and the others be lost."""
+    with pytest.raises(UserError, match="a sparse tensor's indices do not fit its shape: a row has a column twice"):
+        protobuf.forward_backward(soft(request(1), np.array(columns), 8))
+
+
 def test_request_of_a_million_targets_takes_some_times_its_size() -> None:
     """No number is an object: those of one list would take nine times the body."""
     message = request(1)

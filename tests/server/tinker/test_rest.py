@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import tinker
-from tests.support.tinkered import MODEL, PATIENCE, TOKENS, client, datum, logprobs, steps, trainer
+from tests.support.tinkered import MODEL, PATIENCE, TOKENS, client, datum, logprobs, new_key, steps, trainer
 from tests.support.traces import check
 from tinker import types
 
@@ -203,6 +203,27 @@ def test_listings_ttl_deletion_and_information(
     assert [(m.model_name, m.max_context_length) for m in models if m.model_name == MODEL] == [(MODEL, 512)]
 
 
+def test_reads_by_a_ticket_are_requests_of_the_tenant_that_got_it(service: EmbeddedService) -> None:
+    """They need no key, and were therefore the service's own work, as much as anybody asked for."""
+    key = new_key(service, "reader")
+    with client(service, key) as visitor:
+        training = trainer(visitor)
+        path = training.save_state("kept").result(PATIENCE).path
+        rest = tinker.RestClient(base_url=f"{service.url}/tinker", api_key=key)
+        trace = rest.export_session_trace(training.model_id.partition(":")[0]).result(PATIENCE)
+    url = f"{service.url}/tinker/api/v1/training_runs/{training.model_id}/checkpoints/weights/{path.rpartition('/')[2]}"
+    archive = str(httpx.get(f"{url}/archive", headers={"X-API-Key": key}, timeout=60).raise_for_status().json()["url"])
+    urls = [trace, archive, *(archive.rpartition("/")[0] + f"/{name}" for name in ADAPTER_FILES)]
+    with httpx.Client(headers={"X-API-Key": service.key}, base_url=service.url, timeout=60) as admin:
+        [row] = [row for row in admin.get("/api/v1/tenants").json() if row["name"] == "reader"]
+        for url in urls:
+            assert httpx.get(url, timeout=60).status_code == 200
+        admin.put(f"/api/v1/tenants/{row['id']}/limits", json={"requests_per_second": 0.01}).raise_for_status()
+    for url in urls:
+        refused = httpx.get(url, timeout=60)
+        assert refused.status_code == 429 and "requests in a second" in refused.json()["error"]
+
+
 def test_finished_session_accepts_no_more_operations(service: EmbeddedService) -> None:
     visitor = client(service)
     training = trainer(visitor)
@@ -312,6 +333,8 @@ def test_unknown_fields_and_models_are_refused(service: EmbeddedService, visitor
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("optim_step", {"adam_params": {}, "novelty": 1}, "novelty: is not supported"),
     ("optim_step", {"adam_params": {"learning_rate": -1}}, "adam_params.learning_rate: "),
+    ("optim_step", {"adam_params": {"learning_rate": True}}, "adam_params.learning_rate: "),
+    ("optim_step", {"adam_params": {"beta1": "nan"}}, "adam_params.beta1: "),
     ("save_weights", {"path": "x" * 5000}, "path: "),
     ("save_weights", {"path": "a", "user_metadata": {"config": "x" * 5000}}, "user_metadata.config: "),
     ("save_weights", {"path": "a", "ttl_seconds": 1}, "ttl_seconds: "),
@@ -362,7 +385,7 @@ def test_every_route_asks_for_a_key(service: EmbeddedService) -> None:
     from rookery.server.tinker import build
 
     open_to_all = {
-        "/api/v1/healthz", "/api/v1/traces/{ticket}/{tenant}/{session}",
+        "/api/v1/healthz", "/api/v1/traces/{ticket}/{session}",
         "/api/v1/external/{ticket}/{digest}/{file}", "/{path:path}",
     }  # fmt: skip
 

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from tests.support.ports import free_port
 from tests.support.small_model import save_small_model
 
 from rookery import protocol
@@ -393,13 +393,6 @@ def test_a_version_that_vllm_computes_otherwise_is_refused(
 def test_the_use_of_the_cache_is_reported(tested: Conforming) -> None:
     use = tested.engine.memory()["kv_cache"]
     assert 0 <= use.used <= use.budget and use.budget > 0 and tested.engine.free_tokens > 0
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 class Elsewhere(BaseHTTPRequestHandler):

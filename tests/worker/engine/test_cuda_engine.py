@@ -19,11 +19,11 @@ from tests.worker.engine.test_exactness import RANKS, order, prompt, run
 from torch import Tensor
 
 from rookery import protocol
-from rookery.worker.engine.native.attention import SequenceChunk
+from rookery.worker.engine.kv_cache import KVCache, KVSlot
 from rookery.worker.engine.native.cuda import graph_runner
 from rookery.worker.engine.native.cuda.graph_runner import LEAST_KEYS, CudaGraphRunner, bucket
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.engine.native.kv_cache import KVCache, KVSlot
+from rookery.worker.engine.sequences import SequenceChunk
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.batch_invariance import LANES, key_capacity
 from rookery.worker.model.decoder import Decoder

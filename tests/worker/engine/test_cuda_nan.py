@@ -21,9 +21,9 @@ import torch
 from tests.support.tiny import reference
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner, DecodeGraph
 from rookery.worker.engine.native.runner import DenseRunner
+from rookery.worker.engine.sequences import SequenceChunk
 from rookery.worker.model import varlen_attention
 from rookery.worker.model.adapter import init_adapter
 from rookery.worker.model.config import DecoderConfig

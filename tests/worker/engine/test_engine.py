@@ -10,7 +10,7 @@ from tests.support.tiny import small, smollm2, smollm2_folder
 
 from rookery import protocol
 from rookery.tokenization.chat import Chat
-from rookery.worker.engine.native import kv_cache
+from rookery.worker.engine import kv_cache
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.request import StopStrings
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 
 import pytest
+from tests.support.tiny import COMPUTED
 from tests.worker.engine.test_engine import finish, order
 from tests.worker.engine.test_slo_gate import Clock, chat, filled, gated, tokens
 
@@ -46,6 +47,26 @@ def test_a_decode_step_costs_twice_what_the_smaller_of_two_tenants_takes_alone()
         assert sum(grown.values()) == 2 * SMALL, "a row costs 10 ms"
         assert all(grown[f"small{number}"] for number in range(SMALL))
         assert engine.tenant_tokens() == {"small": SMALL, "large": SMALL}
+
+
+def test_a_request_that_gets_the_next_row_counts_as_work_in_the_engine() -> None:
+    """Else a long training slice would not let the engine begin it."""
+    engine = gated(Clock(), max_rows=LARGE)
+    submit(engine, "large", LARGE + SMALL)
+    start(engine, LARGE)
+    assert set(engine.sharing()) == {"large"}
+    submit(engine, "small", SMALL)
+    assert set(engine.sharing()) == {"large", "small"}, "a tenant short of rows gets one beyond the number"
+    submit(empty := gated(Clock()), "small", 1)
+    assert set(empty.sharing()) == {"small"}
+
+
+def test_a_request_without_memory_is_no_work_in_the_engine() -> None:
+    engine = gated(Clock(), kv_budget_bytes=COMPUTED.itemsize << 15)
+    submit(engine, "large", 8)
+    assert engine.step() and 0 < len(engine.admission.running) < 8
+    submit(engine, "small", 1)
+    assert set(engine.sharing()) == {"large"}, "it waits behind one to which memory gave no row"
 
 
 def test_a_tenant_alone_has_all_rows() -> None:

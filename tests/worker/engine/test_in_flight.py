@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -393,13 +392,12 @@ class Bench:
     def status(self) -> SimpleNamespace:
         return SimpleNamespace(adapters=frozenset(self.core.engine.adapters()))
 
-    def call(self, function: Callable[[WorkerCore], Any], *, touches: Touches) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(self.core))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    async def call(self, function: Callable[[WorkerCore], Any], *, touches: Touches) -> Any:
+        await asyncio.sleep(0)
+        return function(self.core)
+
+    def post(self, name: str, function: Callable[[WorkerCore], Any], *, touches: Touches, **concerns: object) -> None:
+        function(self.core)
 
     # as Transfers
 

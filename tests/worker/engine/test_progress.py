@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,10 @@ from tests.worker.engine.test_engine import order, text
 from tests.worker.engine.test_slo_gate import Clock, chat, gated, tokens
 
 from rookery import protocol
+from rookery.scheduling.costs import Kind
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.engine.native.slo_gate import SloGate
 from rookery.worker.engine.request import EngineRequest
+from rookery.worker.engine.slo_gate import SloGate
 from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.lora import LoraManager
 
@@ -57,8 +59,12 @@ class Mix:
     """Tokens of the KV cache."""
     prefill_tokens: int = 32
     step_seconds: float = 0.01
+    slice_seconds: float = 0.01
+    """Told to the gate of each slice: where it is long, tenants' clients are soon beyond their share."""
     headroom: float = 0.2
     gate: bool = True
+    training: bool = False
+    """A training slice is asked for before each step."""
     abort: int = 0
     """The step at which the oldest request is aborted; 0: none is."""
     switch: int = 0
@@ -88,11 +94,22 @@ mixes = st.builds(
     cache=st.sampled_from([192, 256, 384, 1024]),
     prefill_tokens=st.sampled_from([7, 64]),
     step_seconds=st.sampled_from([0.0, 0.01, 0.5, 10.0]),
+    slice_seconds=st.sampled_from([0.01, 0.5, 5.0]),
     headroom=st.sampled_from([0.0, 0.2, 0.9]),
     gate=st.booleans(),
+    training=st.booleans(),
     abort=st.sampled_from([0, 3, 9]),
     switch=st.sampled_from([0, 4, 11]),
 )
+
+
+class TimedGate(SloGate):
+    """Every slice takes equally long, whatever the machine does meanwhile."""
+
+    slice_seconds = 0.01
+
+    def record(self, kind: Kind, size: int, seconds: float, clients: Mapping[str, float]) -> None:
+        super().record(kind, size, self.slice_seconds, clients)
 
 
 def build(mix: Mix, clock: Clock) -> NativeEngine:
@@ -101,7 +118,8 @@ def build(mix: Mix, clock: Clock) -> NativeEngine:
     for seed, key in enumerate(("a", "b")):
         loras.add(key, init_adapter(decoder.config, 8, 16.0, list(PARTS), seed))
     loras.add_full("full", decoder.bytes, lambda: small("llama tied"))
-    gate = SloGate(enabled=mix.gate, headroom=mix.headroom, clock=clock)
+    gate = TimedGate(enabled=mix.gate, headroom=mix.headroom, clock=clock)
+    gate.slice_seconds = mix.slice_seconds
     config = decoder.config
     token = 2 * config.layers * config.kv_heads * config.head_dim * decoder.dtype.itemsize
     engine = NativeEngine(
@@ -185,6 +203,8 @@ class Run:
         self.arrive()
         self.count += 1
         self.clock.now += self.mix.step_seconds
+        if self.mix.training:
+            self.engine.gate.allows_training()
         engine, before, had = self.engine, _computed(self.engine), self.engine.active + self.engine.waiting
         stepped = engine.step()
         assert stepped == (had > 0), engine.describe()
@@ -208,6 +228,18 @@ def _computed(engine: NativeEngine) -> float:
     Mix([(0, Group(members=8)), (2, Group(prompt=31, members=3, client=True, ttft_ms=1.0))], rows=2, step_seconds=10.0)
 )
 @example(Mix([(0, Group(members=4)), (2, Group(adapter="full", ttft_ms=1.0, reserved=True))], step_seconds=10.0))
+@example(  # a late request waits for the row of another tenant's client, who is beyond its share
+    Mix(
+        [
+            (0, Group(client=True, reserved=True, ttft_ms=2000.0, tokens=34, tenant="c")),
+            (3, Group(client=True, reserved=True, ttft_ms=1.0, tenant="b")),
+        ],
+        rows=1,
+        step_seconds=0.5,
+        slice_seconds=5.0,
+        training=True,
+    )
+)
 def test_every_step_computes_until_all_requests_have_ended(mix: Mix) -> None:
     run = Run(mix)
     last = max(at for at, _ in mix.groups)

@@ -15,7 +15,7 @@ from rookery import protocol
 from rookery.scheduling.slo import PERIOD_SECONDS
 from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
+from rookery.worker.engine.slo_gate import SloGate, measure_costs
 from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.lora import LoraManager
 

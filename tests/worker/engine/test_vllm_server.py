@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from rookery.errors import Unavailable, UserError
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import recorded_projections
-from rookery.worker.engine.vllm.backend import VllmBusy, VllmEnded
+from rookery.worker.engine.vllm.backend import ServerFault, VllmBusy, VllmEnded
 from rookery.worker.engine.vllm.engine import VllmEngine
 from rookery.worker.engine.vllm.loading import load_vllm
 from rookery.worker.failures import PassingFault, WorkerBroken, failure_category
@@ -46,6 +47,7 @@ class Server:
     """Statuses of its next answers to completions; 0 is an answer that ends after a token with an error."""
     load_failures: list[int] = field(default_factory=list)
     """The same of loads; 0 is no answer."""
+    unload_failures: list[int] = field(default_factory=list)
 
     def restart(self) -> None:
         self.adapters.clear()
@@ -53,6 +55,8 @@ class Server:
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         name = body.get("lora_name", "")
         if path == "/v1/unload_lora_adapter":
+            if self.unload_failures:
+                return self.unload_failures.pop(0), {"error": {"message": "a failure"}}
             return (200, "") if self.adapters.pop(name, "") else (404, {"error": {"message": "none"}})
         if path == "/v1/load_lora_adapter":
             if name in self.adapters:
@@ -257,6 +261,57 @@ def test_an_adapter_that_cannot_be_loaded_again_is_not_attached(
     save_adapter(model, tmp_path / "again")
     engine.add_adapter(ref(), tmp_path / "again")
     assert generate(engine) == WHOLE
+
+
+def test_a_request_whose_lost_adapter_left_the_disk_is_for_another_worker(
+    engine: VllmEngine, server: tuple[Server, str], model: Path, tmp_path: Path
+) -> None:
+    save_adapter(model, tmp_path / "adapter")
+    engine.add_adapter(ref(), tmp_path / "adapter")
+    server[0].restart()
+    shutil.rmtree(tmp_path / "adapter")
+    for name in "ab":
+        engine.submit(
+            protocol.Generate(
+                request=name,
+                adapter=ref(),
+                prompt=[1],
+                shared_prefix=0,
+                max_tokens=8,
+                temperature=1.0,
+                seed=7,
+                stop_tokens=[],
+            )
+        )
+    ends: dict[str, tuple[str, str]] = {}
+    while engine.active:
+        engine.step()
+        ends |= {chunk.request: (chunk.finish, chunk.error) for chunk in engine.drain() if chunk.finish}
+    assert ends == {"a": ("abort", ""), "b": ("abort", "")}
+    assert not engine.has_adapter("hash1")
+    save_adapter(model, tmp_path / "adapter")
+    engine.add_adapter(ref(), tmp_path / "adapter")
+    assert generate(engine) == WHOLE
+
+
+@pytest.mark.parametrize("failure", [429, 500, 503])
+def test_an_adapter_that_a_server_keeps_is_unloaded_later(
+    engine: VllmEngine, server: tuple[Server, str], model: Path, failure: int
+) -> None:
+    state, folder = server[0], model.parents[1] / "adapter"
+    for number in range(Settings().engine.vllm_adapters):
+        engine.add_adapter(ref(number), folder)
+    state.unload_failures = [failure, failure]
+    engine.evict_adapter("hash1")
+    assert not engine.has_adapter("hash1") and len(state.adapters) == Settings().engine.vllm_adapters
+    engine.add_adapter(ref(100), folder)  # in the place of another one without a request
+    assert len(state.adapters) == Settings().engine.vllm_adapters
+    state.unload_failures = [failure] * 100
+    with pytest.raises(ServerFault, match="unloads none"):  # not NoRoom, which would wait for ever
+        engine.add_adapter(ref(101), folder)
+    state.unload_failures = []
+    engine.add_adapter(ref(101), folder)
+    assert len(state.adapters) == Settings().engine.vllm_adapters
 
 
 def test_processes_name_their_adapters_differently(engine: VllmEngine, server: tuple[Server, str], model: Path) -> None:

@@ -41,6 +41,9 @@ def ref(version: int, rank: int = 0) -> protocol.AdapterRef:
     return protocol.AdapterRef(policy="p", version=version, hash=f"v{version}", rank=rank, alpha=1.0)
 
 
+NO_WHOLE_BLOCKS = pytest.mark.skipif(
+    torch.float32 == COMPUTED, reason="a CPU's float32 products want blocks of rows, a GPU's graphs have none"
+)
 RunnerClass = type[DenseRunner] | type[CudaGraphRunner]
 
 
@@ -58,7 +61,7 @@ def texts(engine: NativeEngine) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-@pytest.mark.parametrize("runner", [DenseRunner, CudaGraphRunner])
+@pytest.mark.parametrize("runner", [DenseRunner, pytest.param(CudaGraphRunner, marks=NO_WHOLE_BLOCKS)])
 def test_versions_base_and_lora_share_an_engine(
     folders: list[Path], monkeypatch: pytest.MonkeyPatch, runner: RunnerClass
 ) -> None:

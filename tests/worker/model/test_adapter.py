@@ -283,10 +283,10 @@ def test_many_adapters_of_different_ranks_in_one_batch(
 def test_an_adapter_in_use_stays_until_its_last_request_ends() -> None:
     decoder = small("llama")
     keeper = loras(decoder, a=filled(decoder, 4, 0, ["q"]))
-    keeper.pin("a")
+    keeper.acquire("a")
     keeper.evict("a")
     assert "a" not in keeper and len(keeper) == 1
-    keeper.unpin("a")
+    keeper.release("a")
     assert len(keeper) == 0
     keeper.evict("a")
     with pytest.raises(UserError, match="max_rank 64"):

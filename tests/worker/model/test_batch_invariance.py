@@ -4,7 +4,6 @@ result as the whole, on any processor and in short pieces."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,9 +12,10 @@ from tests.support.tiny import divide
 from torch import Tensor
 
 from rookery.worker.engine.native.attention import weighted_sum
-from rookery.worker.model import batch_invariance
 from rookery.worker.model.batch_invariance import (
+    CAPS,
     LANES,
+    amx_enabled,
     chunked_matmul,
     contraction_chunks,
     disable_amx_if_unsafe,
@@ -152,24 +152,27 @@ def test_attention_in_pieces_of_the_keys(in_pieces: None) -> None:
 
 
 @pytest.mark.parametrize("known", [(9, [(4096, 4096)], 192), (8, [(576, 448)], 192), (2, [(64, 64)], 768)])
-def test_where_tiles_are_not_exact_they_are_left_alone(
-    known: tuple[int, list[tuple[int, int]], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in batch_invariance._CAPS:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    disable_amx_if_unsafe(*known)
-    assert batch_invariance._CAPS[0] not in os.environ
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert not disable_amx_if_unsafe(8, [(1536, 576), (64, 64)], 192) and not disable_amx_if_unsafe(32, [(64, 64)], 192)
-    assert batch_invariance._CAPS[0] not in os.environ, "they are exact"
-    monkeypatch.setenv(batch_invariance._CAPS[1], "AVX2")
-    disable_amx_if_unsafe(*known)
-    assert batch_invariance._CAPS[0] not in os.environ, "somebody said what it shall use"
-    monkeypatch.delenv(batch_invariance._CAPS[1])
-    monkeypatch.setenv(batch_invariance._CAPS[0], "")
-    disable_amx_if_unsafe(*known)
-    assert os.environ[batch_invariance._CAPS[0]] == "AVX512_CORE_BF16"
-    assert not batch_invariance._amx_enabled.__wrapped__()
-    monkeypatch.setenv(batch_invariance._CAPS[0], "avx512_core_amx")
-    assert batch_invariance._amx_enabled.__wrapped__()
+def test_where_tiles_are_not_exact_they_are_left_alone(known: tuple[int, list[tuple[int, int]], int]) -> None:
+    name, older = CAPS
+    environment: dict[str, str] = {}
+    assert not disable_amx_if_unsafe(*known, environment, lambda: False) and not environment, "there are none"
+    for exact in ((8, [(1536, 576), (64, 64)], 192), (32, [(64, 64)], 192)):
+        assert not disable_amx_if_unsafe(*exact, environment, lambda: True) and not environment, "they are exact"
+    environment[older] = "AVX2"
+    assert not disable_amx_if_unsafe(*known, environment, lambda: True)
+    assert environment == {older: "AVX2"}, "somebody said what it shall use"
+    environment = {name: ""}
+    assert disable_amx_if_unsafe(*known, environment, lambda: True)
+    assert environment == {name: "AVX512_CORE_BF16"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "enabled"),
+    [
+        ({}, True), ({CAPS[0]: "AVX512_CORE_BF16"}, False), ({CAPS[0]: "avx512_core_amx"}, True),
+        ({CAPS[1]: "AVX2"}, False),
+    ],
+)  # fmt: skip
+def test_a_limit_on_instructions_is_read_from_the_environment(environment: dict[str, str], enabled: bool) -> None:
+    assert amx_enabled(environment, lambda: True) == enabled
+    assert not amx_enabled(environment, lambda: False)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import huggingface_hub
 import psutil
 import pytest
 import torch
@@ -34,6 +35,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
+from rookery.network import PROXY_VARIABLES
 from rookery.server.base_models import BaseModels
 from rookery.tokenization import registry
 from rookery.worker.model.convert import main, prepare
@@ -310,6 +312,35 @@ def test_a_download_that_breaks_in_the_middle_is_one_line_and_is_tried_again(tmp
     assert "base_model: org/model cannot be fetched: the hub did not give org/model" in said
     with hub(tmp_path / "published") as url:
         assert prepare_from(url, tmp_path / "cache")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("variable", "proxy", "named"),
+    [
+        ("ALL_PROXY", "socks5://ada:hush@proxy:1080", "ALL_PROXY: given 'socks5://proxy:1080'"),
+        ("https_proxy", "ftp://proxy:1", "https_proxy: given 'ftp://proxy:1'"),
+    ],
+)
+def test_a_proxy_that_the_hub_s_library_cannot_use_counts_as_a_missing_source(
+    variable: str,
+    proxy: str,
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in {name for names in PROXY_VARIABLES.values() for name in names}:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, proxy)
+    huggingface_hub.close_session()
+    with pytest.raises(SystemExit) as ended:
+        main(["org/model", "--cache", str(tmp_path / "cache")])
+    said = capsys.readouterr().err
+    assert ended.value.code == EXIT_REFUSED and named in said and said.count("\n") == 1
+    publish(tmp_path / "published", "llama")
+    sources = (registry.Source("hub", "org/model"), registry.Source("folder", str(tmp_path / "published")))
+    monkeypatch.setattr(registry, "resolve", lambda name: registry.Model(name, "catalogue", sources))
+    assert registry.is_prepared(prepare("org/model", tmp_path / "cache"))
 
 
 def test_smollm2_comes_from_the_hub_or_the_package() -> None:

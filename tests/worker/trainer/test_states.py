@@ -60,11 +60,17 @@ def test_restored_state_is_equal_bit_for_bit_without_its_gradient(tmp_path: Path
     assert mine.step == wanted.step == 2
 
 
+@pytest.fixture
+def idle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state without an operation is idle, also one that expects an operation."""
+    for name in ("IDLE_SECONDS", "EXPECTED_SECONDS"):
+        monkeypatch.setattr(states, name, 0.0)
+
+
+@pytest.mark.usefixtures("idle_at_once")
 def test_policies_of_ended_jobs_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty tiny jobs one after another, with room for all: the newest few states stay, a used one among them."""
     monkeypatch.setattr(states, "IDLE_STATES", 4)
-    monkeypatch.setattr(states, "IDLE_SECONDS", 0.0)
-    monkeypatch.setattr(states, "EXPECTED_SECONDS", 0.0)
     folder = adapter_folder(tmp_path / "p", 4, 3)
     at = trainer(decoder(), {"p0": folder}, compiled=False)
     tensors = []
@@ -134,11 +140,8 @@ def test_memory_that_never_holds_a_state_is_reported_before_it_computes(tmp_path
     assert not any(done.error for done in finish(at).values())
 
 
-def test_copy_of_another_policy_needs_no_room_where_that_one_may_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(states, "EXPECTED_SECONDS", 0.0)
-    monkeypatch.setattr(states, "IDLE_SECONDS", 0.0)
+@pytest.mark.usefixtures("idle_at_once")
+def test_copy_of_another_policy_needs_no_room_where_that_one_may_go(tmp_path: Path) -> None:
     large, small = adapter_folder(tmp_path / "large", 12, 1), adapter_folder(tmp_path / "small", 4, 2)
     sizes = trainer(decoder(), {"large": large, "small": small}).held
     states_bytes = sizes["small"].state.bytes + sizes["large"].state.bytes

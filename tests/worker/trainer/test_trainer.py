@@ -23,6 +23,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from tests.support.families import SIZES, flat_lora
 from torch import Tensor
 
@@ -38,7 +39,7 @@ from rookery.worker.trainer.loss_head import TokenLogprobs
 from rookery.worker.trainer.native import backbone
 from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
 from rookery.worker.trainer.native.backbone import ForwardPass, NativeBackbone
-from rookery.worker.trainer.operation_queue import OperationQueue, TrainerResult
+from rookery.worker.trainer.operation_queue import EXPECTED_SECONDS, OperationQueue, TrainerResult
 from rookery.worker.trainer.optim import GRADIENT_FILE, AdapterExport
 from rookery.worker.trainer.packed_pass import PassLimits
 from rookery.worker.trainer.packed_trainer import PackedTrainer
@@ -816,18 +817,73 @@ def test_share_that_is_not_finite_skips_the_step(tmp_path: Path) -> None:
     assert torch.equal(masters(first), before)
 
 
-def test_gradient_of_another_adapter_is_refused(tmp_path: Path) -> None:
-    one = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 8, 2)})
-    other = trainer(decoder(), {"p": adapter_folder(tmp_path / "other", 4, 2)})
-    other.forward_backward(forward_backward(upload="ticket"), protocol.TrainingBatch(groups=units(4)))
-    export = finish(other)["fb"].export
-    assert export is not None
-    export.write(tmp_path)
-    one.forward_backward(forward_backward(), protocol.TrainingBatch(groups=units(4)), [tmp_path])
-    one.optim_step(optim())
-    results = finish(one)
-    assert results["fb"].category == "failed" and "a gradient does not fit its adapter" in results["fb"].error
-    assert results["opt"].category == "stale", "a part of the gradient is missing"
+def write_gradient(folder: Path, name: str, count: int) -> None:
+    """A gradient of an adapter with ``count`` weights, and damaged ones."""
+    path = folder / GRADIENT_FILE
+    if name == "its adapter's":
+        save_file({"gradient": torch.ones(count)}, path)
+    elif name == "another adapter's":
+        save_file({"gradient": torch.ones(count // 2)}, path)
+    elif name == "one number":
+        save_file({"gradient": torch.ones(1)}, path)
+    elif name == "no real numbers":
+        save_file({"gradient": torch.ones(count, dtype=torch.complex64)}, path)
+    elif name == "another name":
+        save_file({"moments": torch.ones(count)}, path)
+    elif name == "no safetensors":
+        path.write_bytes(b"damaged")
+    elif name == "a fault of the disk":
+        path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("name", "category", "step"),
+    [
+        ("its adapter's", "", ""),
+        ("another adapter's", "failed", "stale"),
+        ("one number", "failed", "stale"),
+        ("no real numbers", "failed", "stale"),
+        ("another name", "failed", "stale"),
+        ("no safetensors", "failed", "stale"),
+        ("missing", "failed", "stale"),
+        ("a fault of the disk", "lost", "lost"),
+    ],
+)
+def test_gradient_that_cannot_be_added(tmp_path: Path, name: str, category: str, step: str) -> None:
+    """Another adapter's fails the operation; a fault of this worker's disk loses it, so that another worker repeats
+    it. No step is taken on a part of a gradient, and the other policy of the pass has its result."""
+    at = trainer(decoder(), {policy: adapter_folder(tmp_path / policy, 8, 2) for policy in "py"}, slice_tokens=4096)
+    write_gradient(tmp_path, name, len(masters(at)))
+    at.forward_backward(forward_backward(), protocol.TrainingBatch(groups=units(4)), [tmp_path])
+    at.forward_backward(forward_backward("y", op="other"), protocol.TrainingBatch(groups=units(4)))
+    at.optim_step(optim())
+    results = finish(at)
+    assert {op: result.category for op, result in results.items()} == {"fb": category, "opt": step, "other": ""}
+    assert ("a gradient does not fit its adapter" in results["fb"].error) == (category == "failed")
+
+
+class FullBackbone(NativeBackbone):
+    """Memory is full in its first pass."""
+
+    full = True
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        if self.full:
+            self.full = False
+            raise MemoryError("full")
+        return super().forward(*given, **named)
+
+
+def test_fault_in_a_pass_loses_only_the_policies_of_that_pass(tmp_path: Path) -> None:
+    at = PackedTrainer(FullBackbone(decoder()), max_rank=16, slice_tokens=16)
+    rng = random.Random(0)
+    for policy in "xyz":
+        at.load(policy, 1, ref(policy), adapter_folder(tmp_path / policy, 4, 1))
+        groups = [unit(rng, 10, [11]) for _ in range(2)]
+        at.forward_backward(forward_backward(policy, op=policy), protocol.TrainingBatch(groups=groups))
+    done = finish(at)
+    assert {op: result.category for op, result in done.items()} == {"x": "lost", "y": "", "z": ""}
+    assert set(at.held) == {"y", "z"}
 
 
 def test_rank_above_max_rank_is_refused(tmp_path: Path) -> None:
@@ -921,3 +977,20 @@ def test_a_tiny_batch_does_not_shrink_a_pass_to_its_size(tmp_path: Path, slice_t
         at.forward_backward(forward_backward(policy, op=policy), protocol.TrainingBatch(groups=groups))
     assert at.queue.step()
     assert least <= sum(at.queue.tenant_tokens().values()) <= max(2 * 22, slice_tokens // 8)
+
+
+def test_a_tenant_that_trained_lately_finds_no_long_pass(tmp_path: Path) -> None:
+    """Its next operation would wait for all of it. After :data:`EXPECTED_SECONDS` passes are full again."""
+    rng, passes = random.Random(0), []
+    at, now = PackedTrainer(NativeBackbone(decoder()), max_rank=16, slice_tokens=800), [0.0]
+    at.queue.clock = lambda: now[0]
+    for policy, count in (("x", 10), ("y", 80)):
+        at.load(policy, 1, ref(policy), adapter_folder(tmp_path / policy, 4, 1))
+        groups = [unit(rng, 10, [11]) for _ in range(count)]
+        at.forward_backward(forward_backward(policy, op=policy), protocol.TrainingBatch(groups=groups))
+        if policy == "x":
+            assert at.queue.step() and at.queue.expected() == {"tenant of x": 10 * 20}
+    for now[0] in (0.0, 2 * EXPECTED_SECONDS):
+        assert at.queue.step()
+        passes.append(sum(at.queue.tenant_tokens().values()))
+    assert passes == [2 * 10 * 20, 800]

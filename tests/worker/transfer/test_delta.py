@@ -13,12 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.dialled import Dialled
+from tests.support.peers import MODEL
+from tests.support.weights import VirtualStore
 from tests.worker.transfer.test_client import Peer
 
 from rookery import protocol
-from rookery.worker.transfer import delta as deltas
 from rookery.worker.transfer import peers
-from rookery.worker.transfer.delta import BadDelta, apply_delta, write_delta
+from rookery.worker.transfer.delta import BLOCK_WORDS, BadDelta, apply_delta, write_delta
+from rookery.worker.transfer.peers import ServingRules
 
 
 def changed(base: bytes, share: float, seed: int, width: int = 2) -> bytes:
@@ -30,14 +32,14 @@ def changed(base: bytes, share: float, seed: int, width: int = 2) -> bytes:
     return words.tobytes()
 
 
-def rebuilt(folder: Path, base: bytes, new: bytes) -> tuple[bytes, int] | None:
+def rebuilt(folder: Path, base: bytes, new: bytes, block: int = BLOCK_WORDS) -> tuple[bytes, int] | None:
     """The file that a receiver makes, and the bytes that it read; None without a difference."""
     for name, content in (("base", base), ("new", new)):
         (folder / name).write_bytes(content)
-    if not write_delta(folder / "base", folder / "new", folder / "delta"):
+    if not write_delta(folder / "base", folder / "new", folder / "delta", block):
         assert not (folder / "delta").exists()
         return None
-    apply_delta(folder / "base", folder / "delta", folder / "made")
+    apply_delta(folder / "base", folder / "delta", folder / "made", block)
     return (folder / "made").read_bytes(), (folder / "delta").stat().st_size
 
 
@@ -50,12 +52,11 @@ def rebuilt(folder: Path, base: bytes, new: bytes) -> tuple[bytes, int] | None:
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_result_is_the_new_file_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, share: float, seed: int, width: int, block: int
+    tmp_path: Path, size: int, share: float, seed: int, width: int, block: int
 ) -> None:
-    monkeypatch.setattr(deltas, "BLOCK_WORDS", block)
     base = np.random.default_rng(seed).bytes(4 * size)
     new = changed(base, share, seed, width)
-    if (found := rebuilt(tmp_path, base, new)) is not None:
+    if (found := rebuilt(tmp_path, base, new, block)) is not None:
         assert found[0] == new
         assert found[1] < len(new) / 2
 
@@ -139,32 +140,71 @@ def publish(peer: Peer, weights: bytes, version: int) -> protocol.AdapterRef:
 
 
 async def test_receivers_have_the_trainers_bytes_after_200_steps(service: Dialled, tmp_path: Path) -> None:
-    """Each receiver misses one version in twenty, one joins late, and one is restarted with an empty cache: it reads
-    the file whole and then differences again."""
-    random = Random(5)
-    trainer = Peer(service, tmp_path / "trainer")
-    receivers = {name: Peer(service, tmp_path / name) for name in ("steady", "late")}
-    has: dict[str, str] = {}
-    weights, files = np.random.default_rng(0).bytes(1 << 13), 0
+    """The store names bases, real peers read: one in twenty orders is lost with its connection, and the worker is away
+    for a step or none; one worker joins late, and one begins again with an empty cache. A receiver reads the difference
+    where it has the version before, and else the whole file."""
+    rules = ServingRules(expect_seconds=0.02)  # a worker that is away was to be the source of another one
+    random, virtual = Random(5), VirtualStore()
+    trainer = Peer(service, tmp_path / "trainer", rules=rules)
+    workers = {"trainer": virtual.join("trainer", roles=["train"], address=trainer.url)}
+    receivers = dict[str, Peer]()
+    weights, newest, wholes, differences, lost = np.random.default_rng(0).bytes(1 << 13), None, 0, 0, 0
+
+    def join(name: str, folder: str) -> None:
+        """A new connection; the store orders the version in use at once."""
+        if name not in receivers:
+            receivers[name] = Peer(service, tmp_path / folder, rules=rules)
+        workers[name] = virtual.join(
+            name, receivers[name].transfers.cached(), [newest] if newest else [], address=receivers[name].url
+        )
+
+    async def deliver(name: str, digest: str) -> None:
+        """The order for ``digest`` crosses the wire, and the worker carries it out and reports it."""
+        nonlocal wholes, differences
+        peer, before = receivers[name], receivers[name].transfers.rebuilt
+        orders = [
+            protocol.decode(protocol.to_worker, protocol.encode(message)) for message in virtual.messages(workers[name])
+        ]
+        [ref] = [ref for order in orders if isinstance(order, protocol.Replicate) for ref in order.refs]
+        assert ref.hash == digest
+        has = previous is not None and previous.hash in workers[name].cached
+        assert ref.base == (previous.hash if has else ""), "the version before, where it is"
+        await peer.pull(ref)
+        found = peer.root / "adapters" / ref.hash
+        assert (found / "model.safetensors").read_bytes() == weights
+        assert (found / "config.json").read_bytes() == CONFIG
+        assert peer.transfers.rebuilt - before == has
+        differences, wholes = differences + has, wholes + (not has)
+        virtual.store.on_cached(workers[name], protocol.AdaptersCached(epoch=1, hashes=[digest]))
+
+    join("steady", "steady")
+    previous = newest
     for step in range(200):
-        weights = changed(weights, 0.02, step)
-        ref = publish(trainer, weights, step)
         if step == 190:
-            await receivers["late"].close()
-            receivers["late"] = Peer(service, tmp_path / "again")
-            del has["late"]
-        for name, peer in receivers.items():
-            if (name == "late" and step < 160) or (random.random() < 0.05 and step < 199):
-                continue
-            rebuilt = peer.transfers.rebuilt
-            await peer.pull(msgspec.structs.replace(ref, base=has.get(name, "")))
-            found = peer.root / "adapters" / ref.hash
-            assert (found / "model.safetensors").read_bytes() == weights
-            assert (found / "config.json").read_bytes() == CONFIG
-            files += peer.transfers.rebuilt == rebuilt
-            has[name] = ref.hash
-    assert files == 3, "the first version of each process is read whole"
-    assert service.requests == []
+            virtual.lose(workers["late"])
+            await receivers.pop("late").close()
+        if step in (160, 190):  # each with an empty cache
+            join("late", f"late {step}")
+            virtual.messages(workers["late"])
+        weights, previous = changed(weights, 0.02, step), newest
+        newest = msgspec.structs.replace(publish(trainer, weights, step), sources=[])
+        virtual.store.on_cached(workers["trainer"], protocol.AdaptersCached(epoch=1, hashes=[newest.hash]))
+        virtual.store.publish(MODEL, newest)
+        gone = {name for name in receivers if random.random() < 0.05 and step < 199}
+        for name in sorted(gone):
+            lost += 1
+            virtual.messages(workers[name])
+            virtual.lose(workers[name])
+            if random.random() < 0.5:
+                join(name, name)
+        for name in list(receivers):
+            if workers[name].state != "serving" and name not in gone:
+                join(name, name)  # after a step without it
+            if workers[name].state == "serving":
+                await deliver(name, newest.hash)
+    assert lost > 5 and differences > 200
+    assert 3 < wholes < 3 + lost, "first versions, and those after a step without the connection"
+    assert service.requests == [] and all(peer.transfers.corrupt == 0 for peer in receivers.values())
     for peer in (trainer, *receivers.values()):
         await peer.close()
 

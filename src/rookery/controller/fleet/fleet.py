@@ -64,6 +64,8 @@ class Fleet:
         self._workers: dict[str, Worker] = {}
         self._able: dict[tuple[str, str], list[Worker]] = {}
         """By role and model. A list is replaced, never changed."""
+        self._fewest_rows: dict[str, int] = {}
+        """By model, of the workers that generate with it now."""
         self._closing = BackgroundTasks()
         self.epoch = int(clock.time() * 1000)
         self.failures: dict[str, str] = {}
@@ -89,6 +91,10 @@ class Fleet:
     def longest_text(self, model: str) -> int:
         """Tokens of the longest text, prompt included, that a worker generates with ``model`` now; 0 without one."""
         return max((worker.hello.max_context for worker in self.serving("rollout", model)), default=0)
+
+    def fewest_rows(self, model: str) -> int:
+        """Rows of the smallest worker that generates with ``model`` now; 0 without one."""
+        return self._fewest_rows.get(model, 0)
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -194,7 +200,9 @@ class Fleet:
         for role in worker.hello.roles:
             key = (role, worker.hello.model)
             others = [other for other in self._able.get(key, ()) if other is not worker]
-            self._able[key] = [*others, worker] if worker.has_role(*key) else others
+            able = self._able[key] = [*others, worker] if worker.has_role(*key) else others
+            if role == "rollout":
+                self._fewest_rows[worker.hello.model] = min((one.hello.max_rows for one in able), default=0)
 
     # --- a connection -----------------------------------------------------------------------------------------------
 

@@ -9,8 +9,10 @@ whose connection fails is *suspect*: its work moves to others at once, and its p
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Literal
 
 from rookery import protocol
@@ -39,11 +41,64 @@ RATE_HEARTBEATS = 6
 
 @dataclass
 class AdapterOrder:
-    """A version that a worker is to receive, since when (monotonic seconds), and whether it was ordered to begin."""
+    """A version that a worker is to receive, and since when (monotonic seconds)."""
 
     ref: protocol.AdapterRef
     since: float
-    begun: bool = False
+    able: float
+    """When its source came to have it whole, or was replaced, else as ``since``: before that it waited for others."""
+
+
+class AdapterOrders(Mapping[str, AdapterOrder]):
+    """By hash, the versions that a worker is to receive and has not reported. No change looks at the versions of other
+    policies: there may be one for each running job."""
+
+    def __init__(self) -> None:
+        self._orders: dict[str, AdapterOrder] = {}
+        self._waiting: dict[str, None] = {}
+        """Hashes of those that it was not asked to receive yet, the earliest first."""
+        self._versions: dict[str, dict[str, int]] = {}
+        """By policy, the versions by hash."""
+
+    def __getitem__(self, digest: str) -> AdapterOrder:
+        return self._orders[digest]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._orders)
+
+    def __len__(self) -> int:
+        return len(self._orders)
+
+    def add(self, order: AdapterOrder) -> None:
+        """It waits; an earlier order of the same hash is replaced."""
+        ref = order.ref
+        self.remove(ref.hash)
+        self._orders[ref.hash] = order
+        self._waiting[ref.hash] = None
+        self._versions.setdefault(ref.policy, {})[ref.hash] = ref.version
+
+    def remove(self, digest: str) -> AdapterOrder | None:
+        """The order, if there was one."""
+        order = self._orders.pop(digest, None)
+        if order is not None:
+            self._waiting.pop(digest, None)
+            versions = self._versions[order.ref.policy]
+            del versions[digest]
+            if not versions:
+                del self._versions[order.ref.policy]
+        return order
+
+    def begin(self, most: int) -> list[AdapterOrder]:
+        """At most so many of those that wait, the earliest first; they wait no more."""
+        first = [*islice(self._waiting, max(0, most))]
+        for digest in first:
+            del self._waiting[digest]
+        return [self._orders[digest] for digest in first]
+
+    def older(self, ref: protocol.AdapterRef) -> list[str]:
+        """The hashes of earlier versions of the policy of ``ref``."""
+        versions = self._versions.get(ref.policy, {})
+        return [digest for digest, version in versions.items() if version < ref.version]
 
 
 @dataclass(eq=False)
@@ -67,19 +122,18 @@ class Worker:
     """Signs its reads of artifacts; shared by the workers that have the same API key."""
     serves: bool = False
     """Whether others reach it at its address."""
-    authorized: set[str] = field(default_factory=set)
+    named_hashes: set[str] = field(default_factory=set)
     """Hashes of artifacts that its work names: it may ask for other sources of these."""
     active_requests: set[str] = field(default_factory=set)
     """Requests that the process still holds from an earlier controller."""
     cached: set[str] = field(default_factory=set)
     """Hashes of the adapters that it reported. Its cache is bounded, so one may be evicted again: the worker then pulls
     it again when work names it."""
-    orders: dict[str, AdapterOrder] = field(default_factory=dict)
-    """By hash, versions that it is to receive and has not reported."""
+    orders: AdapterOrders = field(default_factory=AdapterOrders)
     receiving: set[str] = field(default_factory=set)
     """Hashes of artifacts on their way to it."""
     retained: set[str] = field(default_factory=set)
-    """Hashes of artifacts that it keeps as their last reserved holder."""
+    """Hashes of artifacts that it evicts last, as their last reserved holder."""
     lagging: set[str] = field(default_factory=set)
     """Hashes of missing versions, while it catches up after it joined."""
     slow: bool = False

@@ -30,6 +30,7 @@ from rookery.controller.jobs.trajectory import AssistantTurn, EpisodeResult, Tur
 from rookery.controller.prompts import CallOptions, PreparedPrompt, check_logits, prepare_prompt, schema_problem
 from rookery.controller.rollout.request import GenerationFailed, SamplingResult
 from rookery.controller.validation import Target
+from rookery.environments.messages import readable
 from rookery.errors import NotFound, UserError, short
 from rookery.tokenization.chat import Chat, Message, PromptTooLong, check_letters
 from rookery.tokenization.tool_calls import called, message_key
@@ -242,7 +243,7 @@ class AgentCalls:
     # --- sampling -----------------------------------------------------------------------------------------------------
 
     def _undelivered(self, digest: bytes) -> int | None:
-        """The place of a reply to the same call whose response was lost."""
+        """The index of a reply to the same call whose response was lost."""
         for index, turn in enumerate(self.tree.turns):
             if turn.options == digest and not turn.delivered and index not in self._repeated:
                 return index
@@ -394,13 +395,13 @@ def _digests(model: str, messages: Sequence[Message], tools: Sequence[Mapping[st
         calls = [called(call) for call in message.get("tool_calls") or ()]
         content = message.get("content") or ""
         text = message_key(content, calls) if message["role"] == "assistant" else content
-        found.append(_digest(found[-1], message["role"].encode(), text.encode(errors="surrogatepass")))
+        parts = [message["role"], text]
+        if message["role"] != "tool" and message.get("name"):
+            parts.append(message["name"])
+        found.append(_digest(found[-1], *(part.encode(errors="surrogatepass") for part in parts)))
     return found
 
 
 def _shown(message: Message) -> protocol.ChatMessage:
-    """A message for readers: calls of tools as JSON."""
-    text = message.get("content") or ""
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
-    content = "\n".join([*([text] if text else []), *calls])
-    return protocol.ChatMessage(role=message["role"][:SHOWN_ROLES], content=content)
+    """A message for readers."""
+    return protocol.ChatMessage(role=message["role"][:SHOWN_ROLES], content=readable(message)["content"])

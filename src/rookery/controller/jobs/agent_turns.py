@@ -18,7 +18,7 @@ from rookery.controller.jobs.trajectory import AssistantTurn, Trajectory, with_p
 from rookery.protocol import ChatMessage
 
 NONE = -1
-"""The place of no reply."""
+"""The index of no reply."""
 
 
 class AgentTurn(AssistantTurn, kw_only=True):
@@ -27,7 +27,7 @@ class AgentTurn(AssistantTurn, kw_only=True):
     call: int
     """The call's number, which names its request."""
     parent: int = NONE
-    """The place, among the episode's replies, of the one that it follows."""
+    """The index, among the episode's replies, of the one that it follows."""
     added: list[int] = msgspec.field(default_factory=list)
     """The tokens between the parent's and its own: the whole prompt where it has no parent."""
     messages: list[ChatMessage] = msgspec.field(default_factory=list)
@@ -60,14 +60,14 @@ class TurnTree:
             self._children.setdefault(turn.parent, []).append(index)
 
     def add(self, turn: AgentTurn) -> int:
-        """Returns its place."""
+        """Returns the index of the reply."""
         self.turns.append(turn)
         index = len(self.turns) - 1
         self._children.setdefault(turn.parent, []).append(index)
         return index
 
     def path(self, index: int) -> list[int]:
-        """The places of the replies from the first one to ``index``."""
+        """The indexes of the replies from the first one to ``index``."""
         found: list[int] = []
         while index != NONE:
             found.append(index)
@@ -79,7 +79,7 @@ class TurnTree:
         return [token for one in self.path(index) for token in (*self.turns[one].added, *self.turns[one].tokens)]
 
     def parent_of(self, prompt: Sequence[int], model: Sequence[bool]) -> tuple[int, int]:
-        """The reply with the longest sequence that ``prompt`` extends, and the length of that; ``model``: by place,
+        """The reply with the longest sequence that ``prompt`` extends, and the length of that; ``model``: by index,
         whether the reply is of the prompt's base model."""
         best = (NONE, 0)
         waiting = [(index, 0) for index in self._children.get(NONE, ())]
@@ -97,7 +97,7 @@ class TurnTree:
         return best
 
     def lines(self) -> Iterator[list[int]]:
-        """The places of each trajectory's replies, from the first to the last of its path."""
+        """The indexes of each trajectory's replies, from the first to the last of its path."""
         starts = list(self._children.get(NONE, ()))
         while starts:
             index = starts.pop(0)
@@ -125,7 +125,7 @@ class Assembled:
 
     trajectories: list[Trajectory]
     order: list[int]
-    """The places of the replies."""
+    """The indexes of the replies."""
 
 
 def assemble(tree: TurnTree) -> Assembled:

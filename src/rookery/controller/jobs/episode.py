@@ -312,8 +312,8 @@ class Episode:
         rewards: dict[str, float] = {}
         observation = await self._observe(host, job.environment.reset(self.id, self.prompt, self.environment_seed))
         conversation = list(observation.messages)
+        speaker = self._policy(observation.policy or job.first.name, 0)
         for turn in range(job.spec.environment.max_turns):
-            speaker = self._policy(observation.policy or job.first.name, turn)
             continued = observation.tokens
             if continued:
                 sequence = await self._continue(sequences, continued, conversation, speaker, turn)
@@ -341,6 +341,7 @@ class Episode:
                     speaker.name, dict(observation.rewards), message=sequence.messages - 1,
                 )
             )  # fmt: skip
+            speaker = self._policy(observation.policy or job.first.name, turn + 1)  # also where nobody replies any more
             self._check_rewards([observation.reward, *observation.rewards.values()], f" in turn {turn}")
             reward += observation.reward
             for name, value in observation.rewards.items():
@@ -430,6 +431,9 @@ class Episode:
         def first_unknown(tokens: Sequence[int]) -> int | None:
             return next((token for token in tokens if not chat.token_bytes.known(token)), None)
 
+        for other in sequences:
+            if other.model != speaker.model and tokens[: len(other.tokens.sequence)] == other.tokens.sequence:
+                await self._same_vocabulary(other.model, speaker)
         unknown = await read_tokens(threads, first_unknown, tokens)
         if unknown is not None:
             raise EpisodeFailed(
@@ -454,12 +458,21 @@ class Episode:
         conversation.append(protocol.ChatMessage(role="user", content=text))
         return found
 
+    async def _same_vocabulary(self, model: str, speaker: JobPolicy) -> None:
+        """Raises :class:`EpisodeFailed` where the speaker's model reads token ids of ``model`` as another text."""
+        theirs = next(policy.chat for policy in self.job.policies.values() if policy.model == model)
+        if await self.job.controller.threads(lambda: theirs.vocabulary != speaker.chat.vocabulary):
+            raise EpisodeFailed(
+                f"{self.job.environment.name} gave tokens of {model} to {speaker.name}, whose base model"
+                f" {speaker.model} has others; give messages: between models a conversation passes as text"
+            )
+
     def _version(self, policy: JobPolicy) -> AbstractContextManager[protocol.AdapterRef | None]:
         """The version that the policy's next reply begins with; it stays available within."""
         if self.in_flight == "finish" or not policy.about.train:
             return nullcontext(self.refs[policy.name])
         assert policy.versions is not None and policy.newest is not None
-        return policy.versions.pinned(policy.newest.version)
+        return policy.versions.using(policy.newest.version)
 
     async def sample(
         self,

@@ -61,7 +61,7 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
     assert policy.versions is not None
     start = {name: 0 for name, other in job.policies.items() if other.about.follows is not None}
     versions = {**job.newest(), **start, policy.name: version}
-    with job.pinned(versions):  # until its score is known: it may be the best
+    with job.using(versions):  # until its score is known: it may be the best
         prompts, constant = await held_out_prompts(job)
         slots = asyncio.Semaphore(job.controller.settings.limits.job_episodes)
         async with TaskGroup() as tasks:

@@ -157,7 +157,7 @@ class Groups:
                 created=self._clock.time(), episodes=episodes, **owner,
             )  # fmt: skip
             groups.append(group)
-        with self._job.pinned(versions):
+        with self._job.using(versions):
             await self._store.write(jobs.add_groups, job, groups)
         self._cursor += len(groups)
         return versions, groups
@@ -165,17 +165,17 @@ class Groups:
     # --- running ------------------------------------------------------------------------------------------------------
 
     def _start(self, tasks: TaskGroup, group: GroupRow, versions: Mapping[str, int]) -> None:
-        pin = ExitStack()  # entered now, not when the task first runs
+        use = ExitStack()  # entered now, not when the task first runs
         stay = {
             name: version
             for name, version in versions.items()
             if self._in_flight == "finish" or not self._job.policies[name].about.train
         }
-        pin.enter_context(self._job.pinned(stay))
+        use.enter_context(self._job.using(stay))
         task = tasks.create_task(self._run(group, self._job.refs(versions)))
         self._running[task] = None
         task.add_done_callback(self._ended)
-        task.add_done_callback(lambda _: pin.close())
+        task.add_done_callback(lambda _: use.close())
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)

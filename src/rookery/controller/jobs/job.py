@@ -43,13 +43,14 @@ class TrainingJob:
         return sum(loop.step for loop in self.loops)
 
     def steps_left(self) -> int | None:
-        """Optimizer steps of all policies until each has its number of steps; None where one has no such number."""
+        """Steps of each policy until all have their number of steps: the policies step at the same time. None where
+        one has no such number."""
         left = [
             None if loop.spec.stop.steps is None else loop.spec.stop.steps - loop.step
             for loop in self.loops
             if not loop.over
         ]
-        return None if None in left else sum(number for number in left if number is not None)
+        return None if None in left else max((number for number in left if number is not None), default=0)
 
     def versions(self, model: str | None = None) -> list[PolicyVersions]:
         """The versions of all policies that have their own, with ``model`` of those on that base model."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rookery import protocol
+from rookery.clock import Clock
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentRef
 from rookery.controller.jobs.no_signal import NO_SIGNAL, NoSignal
@@ -26,6 +27,7 @@ from rookery.spec.policy import PolicySpec
 from rookery.storage.models import JobRow, VersionRow
 from rookery.storage.repositories import jobs, tenants
 from rookery.storage.repositories.versions import steps
+from rookery.storage.store import Store
 from rookery.tokenization.chat import Chat
 
 RATE_SECONDS = 30.0
@@ -54,7 +56,8 @@ class Progress:
 
     def __init__(
         self,
-        context: ControllerContext,
+        store: Store,
+        clock: Clock,
         row: JobRow,
         spec: JobSpec,
         on_metrics: Callable[[str, dict[str, Any]], None],
@@ -69,7 +72,8 @@ class Progress:
         """Policies for which the trainer computes."""
         self.new_models: list[str] = []
         """The base models of policies whose first version is being created."""
-        self._context = context
+        self._store = store
+        self._clock = clock
         self._on_metrics = on_metrics
         self._row = row
         self._spec = spec
@@ -80,7 +84,7 @@ class Progress:
         self.committing = asyncio.Lock()
         """Held by the policy that commits: steps have the numbers in which they were committed."""
         self._no_signal = NoSignal(spec)
-        self._began = context.clock.monotonic()
+        self._began = clock.monotonic()
         self._earlier_seconds = float(row.rng.get("seconds", 0.0))
         self._sampled: deque[tuple[float, int]] = deque()
 
@@ -89,27 +93,27 @@ class Progress:
     async def store(self, function: Callable[..., Any], *values: Any, **named: Any) -> None:
         """Write to the database, with the job's counters in the same transaction."""
         try:
-            await self._context.store.write(function, *values, **named, counters=dict(self.counters))
+            await self._store.write(function, *values, **named, counters=dict(self.counters))
         except Exception:
             self.unstored = True
             raise
 
     async def add_event(self, kind: str, text: str) -> None:
         """Add a line to the job's log."""
-        now = self._context.clock.time()
-        await self._context.store.write(tenants.add_event, self._row.tenant, self._row.id, now, kind, text)
+        now = self._clock.time()
+        await self._store.write(tenants.add_event, self._row.tenant, self._row.id, now, kind, text)
 
     async def recover(self) -> dict[str, float]:
         """Read the committed steps. Returns the last reward of each policy."""
         last: dict[str, float] = {}
-        for row in await self._context.store.read(steps, self._row.tenant, self._row.id):
+        for row in await self._store.read(steps, self._row.tenant, self._row.id):
             self.committed = row["step"]
             self._show(row)
             if row.get("reward") is not None:
                 last[self._policy_of(row)] = row["reward"]
             self._no_signal.add(self._policy_of(row), row)
         for line in self._no_signal.present():
-            events = await self._context.store.read(tenants.events, self._row.tenant, self._row.id, EVENTS_READ)
+            events = await self._store.read(tenants.events, self._row.tenant, self._row.id, EVENTS_READ)
             if not any(event.kind == NO_SIGNAL and event.text == line for event in events):
                 await self.add_event(NO_SIGNAL, line)  # a crash came between the step and its event
         return last
@@ -163,23 +167,23 @@ class Progress:
     def add_sampled(self, count: int) -> None:
         """Count sampled tokens."""
         self.counters["tokens"] += count
-        self._sampled.append((self._context.clock.monotonic(), count))
+        self._sampled.append((self._clock.monotonic(), count))
         self._trim_window()
 
     # --- reads --------------------------------------------------------------------------------------------------------
 
     def seconds(self) -> float:
         """Seconds for which the job has run, over all restarts."""
-        return self._earlier_seconds + self._context.clock.monotonic() - self._began
+        return self._earlier_seconds + self._clock.monotonic() - self._began
 
     def tokens_per_second(self) -> float:
         self._trim_window()
-        seconds = self._context.clock.monotonic() - self._began
+        seconds = self._clock.monotonic() - self._began
         return sum(count for _, count in self._sampled) / min(RATE_SECONDS, max(1.0, seconds))
 
     def _trim_window(self) -> None:
         """Drop samples from before the window."""
-        now = self._context.clock.monotonic()
+        now = self._clock.monotonic()
         while self._sampled and now - self._sampled[0][0] > RATE_SECONDS:
             self._sampled.popleft()
 
@@ -283,11 +287,11 @@ class JobContext:
         }
 
     @contextmanager
-    def pinned(self, versions: Mapping[str, int]) -> Iterator[None]:
-        """Keep ``versions`` of the policies available within."""
-        with ExitStack() as pins:
+    def using(self, versions: Mapping[str, int]) -> Iterator[None]:
+        """Within, retention keeps these versions of the policies."""
+        with ExitStack() as uses:
             for name, version in versions.items():
                 policy = self.policies[name]
                 assert policy.versions is not None
-                pins.enter_context(policy.versions.pinned(version))
+                uses.enter_context(policy.versions.using(version))
             yield

@@ -68,7 +68,7 @@ async def prepare(job: JobContext, policy: JobPolicy, run: PolicyRun, rng: dict[
     for line in await versions.load_intact():
         await job.progress.add_event("corrupt", line)
     if versions.head is None:
-        async with collector.pin(source):  # the wait for a worker may be long
+        async with collector.referenced(source):  # the wait for a worker may be long
             if source is not None and policy.keeps_start:
                 await run.copy(commit_of(job, rng), source.hash)
             else:
@@ -193,10 +193,9 @@ class PolicyLoop:
 
     async def _forward_backward(self, groups: list[CompleteGroup]) -> None:
         """Add the gradient of ``groups`` to that of the next step."""
-        alone = (
-            not self._job.spec.several_policies
-        )  # of an episode of several, they would be those of some of its tokens
-        threads, context = self._controller.threads, self.policy.chat.context  # of millions of tokens
+        # of an episode of several policies, they would be those of some of its tokens
+        alone = not self._job.spec.several_policies
+        threads, context = self._controller.threads, self.policy.chat.context  # a batch may have millions of tokens
         request = await threads(forward_backward, self.spec, groups, context, logprobs=alone)
         if self.versions.reference is not None:
             request = replace(request, reference=self.versions.ref(self.versions.reference))

@@ -1,9 +1,14 @@
-"""The jobs of this process: those with a task, and those that wait."""
+"""The jobs of this process: those with a task, and those that wait.
+
+A tenant may have a thousand waiting jobs, and options of 64 kB in each. As objects, empty lists in them would take
+twenty times their text, so a waiting job is a text (:class:`WaitingJob`)."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import Counter
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from rookery import protocol
@@ -11,11 +16,36 @@ from rookery.aio import Signal
 from rookery.controller.indexed import IndexedDict
 from rookery.controller.jobs.job import TrainingJob
 from rookery.controller.jobs.runner import JobRunner
+from rookery.controller.quotas import tokens_in_memory
 from rookery.spec.job import stored_base_models
 from rookery.storage.models import JobRow
 
 STEPS_UNKNOWN = 100
 """Steps that a job without a number of steps is taken to have left: some hours of most jobs."""
+
+
+@dataclass(frozen=True, eq=False)
+class WaitingJob:
+    """A queued job that waits until its tenant may run one more."""
+
+    id: str
+    tenant: str
+    models: frozenset[str]
+    """The base models that it needs."""
+    tokens: int
+    """The most tokens that it may hold when it runs."""
+    _rest: JobRow
+    _spec: str
+
+    @classmethod
+    def of(cls, row: JobRow) -> WaitingJob:
+        models, tokens = frozenset(stored_base_models(row.spec)), tokens_in_memory(row.spec)
+        return cls(row.id, row.tenant, models, tokens, replace(row, spec={}), json.dumps(row.spec))
+
+    @property
+    def row(self) -> JobRow:
+        """The job as it was stored when it began to wait."""
+        return replace(self._rest, spec=json.loads(self._spec))
 
 
 class JobRegistry:
@@ -24,8 +54,8 @@ class JobRegistry:
     def __init__(self) -> None:
         self.runners: IndexedDict[str, JobRunner] = IndexedDict(tenant=lambda runner: runner.row.tenant)
         """By the job's id, while it has a task."""
-        self.waiting: IndexedDict[str, JobRow] = IndexedDict(tenant=lambda row: row.tenant)
-        """Queued jobs that wait for a place among those of their tenant, the first to come first."""
+        self.waiting: IndexedDict[str, WaitingJob] = IndexedDict(tenant=lambda job: job.tenant)
+        """Jobs that wait until their tenant may run one more, the first to come first."""
         self.totals: Counter[str] = Counter()
         """Counters of the jobs whose tasks have ended, and of all steps."""
         self.states: Counter[str] = Counter()
@@ -55,16 +85,16 @@ class JobRegistry:
         """The versions that running jobs of a base model sample from."""
         return [ref for job in self.running() for versions in job.versions(model) for ref in versions.in_use()]
 
-    def pinned(self, ref: protocol.AdapterRef | None) -> contextlib.AbstractContextManager[object]:
-        """The retention of a running job keeps the version within."""
+    def using(self, ref: protocol.AdapterRef | None) -> contextlib.AbstractContextManager[object]:
+        """Within, the retention of a running job keeps the version."""
         known = (versions for job in self.running() for versions in job.versions())
         versions = next((one for one in known if ref is not None and one.row.id == ref.policy), None)
         if ref is None or versions is None or versions.version(ref.version) is None:
             return contextlib.nullcontext()
-        return versions.pinned(ref.version)
+        return versions.using(ref.version)
 
-    def waiting_of(self, tenant: str) -> list[JobRow]:
-        """The tenant's jobs that wait for a place, in order."""
+    def waiting_of(self, tenant: str) -> list[WaitingJob]:
+        """The tenant's jobs in :attr:`waiting`, in order."""
         return self.waiting.of(tenant=tenant)
 
     def signal(self, job: str) -> Signal:

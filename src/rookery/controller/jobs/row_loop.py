@@ -98,7 +98,7 @@ class RowLoop(PolicyLoop):
         line = f"step {self.step + 1}: none of its {batch.rows} rows has {self._taught}"
         if not batch.cut:
             why = "the prompts before them differently"
-            why = f"their replies alike, or {why}" if self.spec.algorithm.name == "dpo" else why
+            why = f"their replies alike, or {why}" if self.spec.algorithm.on_pairs else why
             return f"{line}, so the step teaches nothing: the chat template writes {why}"
         most = longest(self.spec, self.policy.chat)
         return (
@@ -109,7 +109,7 @@ class RowLoop(PolicyLoop):
     @property
     def _taught(self) -> str:
         """The part of a row without which it teaches nothing."""
-        return "two replies that differ" if self.spec.algorithm.name == "dpo" else "a learned token"
+        return "two replies that differ" if self.spec.algorithm.on_pairs else "a learned token"
 
     async def _batch(self, step: int) -> RowBatch:
         coming, self._coming = self._coming, None
@@ -193,7 +193,7 @@ class RowLoop(PolicyLoop):
             return
         results: dict[str, Any] = {"split": "eval", "seed": self.spec.evaluation.seed, "held_out": []}
         results["loss"] = totals["loss:sum"] / weight
-        if self.spec.algorithm.name == "dpo":
+        if self.spec.algorithm.on_pairs:
             results["accuracy"] = totals["accuracy:pairs"] / weight
         # the score of a version is higher where it is better
         await store.write(

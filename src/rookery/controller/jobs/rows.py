@@ -48,7 +48,7 @@ def row_batch(spec: JobSpec, chat: Chat, rows: Sequence[bytes], *, forward_only:
     """The batch of ``rows``, each the JSON of a checked row. Blocks. Raises ``ValueError`` or
     :class:`~rookery.errors.UserError` for a row that the chat template refuses."""
     algorithm, most = spec.algorithm, longest(spec, chat)
-    paired = algorithm.name == "dpo"
+    paired = algorithm.on_pairs
     convert = _pair if paired else _demonstrated
     groups: list[protocol.SharedPrefixGroup] = []
     lengths: list[int] = []
@@ -101,14 +101,14 @@ def step_metrics(batch: RowBatch, sums: Mapping[str, float]) -> dict[str, float]
 
 def _demonstrated(chat: Chat, row: Any) -> list[list[LearnedSequence]]:
     found = demonstration(row)
-    return [[sequence] for sequence in learned_sequences(chat, found.messages, found.weights)]
+    return [[sequence] for sequence in learned_sequences(chat, found.messages, found.weights, found.tools)]
 
 
 def _pair(chat: Chat, row: Any) -> list[list[LearnedSequence]]:
     """The two replies, chosen first, after the same prompt."""
     found = preference(row)
     pair = [
-        learned_sequences(chat, [*found.prompt, reply], [0.0] * len(found.prompt) + [1.0])[0]
+        learned_sequences(chat, [*found.prompt, reply], [0.0] * len(found.prompt) + [1.0], found.tools)[0]
         for reply in (found.chosen, found.rejected)
     ]
     shared = 0  # templates can write the prompt differently before different replies

@@ -109,7 +109,7 @@ class RunRecord:
 
     def _begin(self) -> tuple[LastRun | None, str]:
         last, boot, now = self._left(), _boot(), self._clock.time()
-        short = last.short_lives if last is not None and last.boot == boot else 0
+        short = last.short_lives if last is not None else 0
         with self._lock:
             self._run = LastRun(boot, now, now, _memory(), short)
         self._write()

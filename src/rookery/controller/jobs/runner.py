@@ -186,7 +186,7 @@ class JobRunner:
             spec,
             environment=await self._validator.environment(row.tenant, row.id, spec),
             policies=await self._policies(spec, rows),
-            progress=Progress(context, row, spec, self._on_metrics),
+            progress=Progress(context.store, context.clock, row, spec, self._on_metrics),
         )
         return TrainingJob(job)
 
@@ -213,7 +213,7 @@ class JobRunner:
         followers = [other.follows.every for other in spec.policies.values()
                      if other.follows is not None and other.follows.policy == name]  # fmt: skip
         versions = PolicyVersions(
-            context, context.rooms.collector, row, spec.checkpoints, reference=reference,
+            context, context.records.spans, context.rooms.collector, row, spec.checkpoints, reference=reference,
             followers=followers, keeps_first=bool(followers and spec.evaluation.prompts),
         )  # fmt: skip
         return JobPolicy(name, spec.policies[name], part, chat, versions, start)

@@ -96,9 +96,9 @@ class _Part(NamedTuple):
     """A trajectory that is differentiated."""
 
     episode: int
-    """The number of its episode in the group …"""
+    """The number of its episode in the group."""
     ordinal: int
-    """… and its own in the episode."""
+    """Its number in the episode."""
     trajectory: Trajectory
     score: float
     """The advantage of each of its tokens."""
@@ -257,9 +257,9 @@ class StepAccumulator:
     groups: list[CompleteGroup] = field(default_factory=list)
     """Groups taken for the step so far."""
     waiting_seconds: float = 0.0
-    """Seconds for which the step waited for groups …"""
+    """Seconds for which the step waited for groups."""
     training_seconds: float = 0.0
-    """… and for its trainer."""
+    """Seconds for which the step waited for its trainer."""
     logprobs: dict[str, bytes] = field(default_factory=dict)
     """As :func:`trainer_logprobs`, of the whole step."""
     _sums: dict[str, float] = field(default_factory=dict)

@@ -112,9 +112,9 @@ class TurnRecord(msgspec.Struct, array_like=True):
     trained: bool = True
     """False for a call of an agent whose tokens are read and not trained on."""
     message: int = -1
-    """The place of the reply in the conversation; -1 in episodes stored by revision 0001 of the database."""
+    """The index of the reply in the conversation; -1 in episodes stored by revision 0001 of the database."""
     follows: int | None = None
-    """Of an agent's call that does not continue the turn before it: the place of the turn that it continues; -1 where
+    """Of an agent's call that does not continue the turn before it: the index of the turn that it continues; -1 where
     it begins a conversation."""
 
 

@@ -249,7 +249,7 @@ class Seeding:
         held = self._rollouts.closed
         if closed != (worker in held):
             (held.add if closed else held.discard)(worker)
-            self._rollouts.dispatch(worker)
+            self._rollouts.on_closed_changed(worker)
 
     # --- cycles -------------------------------------------------------------------------------------------------------
 

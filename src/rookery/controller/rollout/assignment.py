@@ -43,7 +43,7 @@ Action = Literal[
     "dequeue",  # it waits no more
     "give",  # an assignment is made, and the worker receives the request
     "begin",  # its worker decodes it from now on
-    "reserve",  # its next worker keeps room for it
+    "expect",  # its next worker keeps room for it
     "recall",  # its worker ends it, and sends the tokens that it has
     "abort",  # its worker deletes it
     "drop",  # its assignment ends
@@ -79,7 +79,7 @@ TRANSITIONS: dict[tuple[State, Event], Transition] = {
     ("assigned", "tokens"): Transition("decoding", ("begin",)),
     ("decoding", "tokens"): Transition("decoding"),
     ("returning", "tokens"): Transition("returning"),
-    ("decoding", "divide"): Transition("returning", ("reserve", "recall")),
+    ("decoding", "divide"): Transition("returning", ("expect", "recall")),
     **_at_worker("switch", None, "retarget"),
     **_at_worker("move", "assigned", "abort", "drop", "give"),
     **_at_worker("withdraw", "waiting", "abort", "drop", "requeue"),

@@ -23,18 +23,24 @@ log = logging.getLogger("rookery.controller.rollout.elastic")
 
 
 @dataclass
-class _Model:
-    """The present window of one base model."""
+class _Window:
+    """The figures of one base model since its window began."""
 
     began: float
     busy: dict[str, float] = field(default_factory=dict)
     """By worker, the seconds with requests by the beginning of the window."""
     steps: int = 0
-    waited: float = 0.0
+    """Optimizer steps of asynchronous policies."""
     seconds: float = 0.0
+    """The time that these steps took."""
+    waited: float = 0.0
+    """The part of that time in which they waited for trajectories."""
     entered: int = 0
+    """Trajectories that became complete."""
     consumed: int = 0
+    """Trajectories that steps were taken with."""
     wanted: int | None = None
+    """The number of workers that the window before this one led to; None for the first one."""
 
 
 class ElasticPool:
@@ -56,7 +62,7 @@ class ElasticPool:
         self._fleet = fleet
         self._busy_seconds = busy_seconds
         self._scale = scale
-        self._models: dict[str, _Model] = {}
+        self._windows: dict[str, _Window] = {}
 
     def pools(self) -> list[dict[str, Any]]:
         """For each base model with rollout workers, their number, and the wanted one, if it is known."""
@@ -70,16 +76,16 @@ class ElasticPool:
 
     def wanted(self, model: str) -> int | None:
         """The number of rollout workers that suits the load; None where no asynchronous job has taken steps enough."""
-        found = self._models.get(model)
+        found = self._windows.get(model)
         return found.wanted if found is not None else None
 
     def entered(self, model: str, trajectories: int) -> None:
-        """Trajectories for an asynchronous policy are complete."""
+        """So many trajectories for an asynchronous policy are complete."""
         self._window(model).entered += trajectories
 
     def step(self, model: str, *, waited: float, seconds: float, consumed: int) -> None:
-        """An asynchronous policy took a step in ``seconds``, for which it ``waited`` so long, with so many
-        trajectories."""
+        """An asynchronous policy took a step with ``consumed`` trajectories in ``seconds``, for ``waited`` of which
+        there were too few trajectories."""
         window = self._window(model)
         window.steps += 1
         window.waited += waited
@@ -92,18 +98,21 @@ class ElasticPool:
             wanted = within(wanted, self._settings.scale_min, self._settings.scale_max)
         if wanted != window.wanted:
             log.info("base model %s: %d rollout workers, wanted %d", model, len(window.busy), wanted)
-        self._models[model] = self._new(model, wanted)
-        if self._settings.scale_max:
-            self._scale(model, wanted, [worker.name for worker in self._workers(model)])
+        self._windows[model] = self._new(model, wanted)
+        self._request(model, wanted)
 
     def keep(self, models: Collection[str]) -> None:
         """Jobs of these base models run: for the others the least number of workers is enough."""
-        for model in self._models.keys() - {*models}:
-            del self._models[model]
-            if self._settings.scale_max:
-                self._scale(model, self._settings.scale_min, [worker.name for worker in self._workers(model)])
+        for model in self._windows.keys() - {*models}:
+            del self._windows[model]
+            self._request(model, self._settings.scale_min)
 
-    def _measured(self, model: str, window: _Model) -> StepWindow:
+    def _request(self, model: str, wanted: int) -> None:
+        """Have the cluster provide this number of workers, where the settings allow it to change."""
+        if self._settings.scale_max:
+            self._scale(model, wanted, [worker.name for worker in self._workers(model)])
+
+    def _measured(self, model: str, window: _Window) -> StepWindow:
         workers = self._workers(model)
         elapsed = max(1e-9, self._clock.monotonic() - window.began) * max(1, len(workers))
         busy = sum(self._busy_seconds(worker) - window.busy.get(worker.name, 0.0) for worker in workers)
@@ -112,16 +121,16 @@ class ElasticPool:
             min(1.0, max(0.0, busy / elapsed)),
         )  # fmt: skip
 
-    def _window(self, model: str) -> _Model:
+    def _window(self, model: str) -> _Window:
         """The present window, a new one where the workers have changed."""
-        window = self._models.get(model)
+        window = self._windows.get(model)
         if window is None or {worker.name for worker in self._workers(model)} != window.busy.keys():
-            window = self._models[model] = self._new(model, window.wanted if window is not None else None)
+            window = self._windows[model] = self._new(model, window.wanted if window is not None else None)
         return window
 
-    def _new(self, model: str, wanted: int | None) -> _Model:
+    def _new(self, model: str, wanted: int | None) -> _Window:
         busy = {worker.name: self._busy_seconds(worker) for worker in self._workers(model)}
-        return _Model(self._clock.monotonic(), busy, wanted=wanted)
+        return _Window(self._clock.monotonic(), busy, wanted=wanted)
 
     def _workers(self, model: str) -> Sequence[Worker]:
         return self._fleet.serving("rollout", model)

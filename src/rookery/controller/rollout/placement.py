@@ -43,11 +43,10 @@ from rookery.scheduling.tails import WorkerRollouts, merge
 from rookery.scheduling.worker_index import WorkerIndex
 
 ANY, BASE, UNTRAINING = "any", "base", "untraining"
-"""Tags: of workers that accept some request, of workers that are catching up and accept the base model, and of workers
-that do not train. The other
-tags: of workers that are catching up and have an adapter cached, by its hash; of serving workers, by the adapters that
-they miss (:func:`_missing_tag`)."""
-
+"""Tags of the indexes: ``ANY`` has every worker that accepts some request, ``BASE`` one that is catching up and accepts
+requests for the base model, ``UNTRAINING`` one that does not train. One that is catching up also has the hash of each
+adapter that it has cached, a serving one the tag of the adapters that it misses (:func:`_missing_tag`). Of one that is
+about to miss an objective, :func:`_late_tag` replaces each."""
 
 JOB_SECONDS = 10.0
 """For so long a tenant whose job had a rollout at a worker has its share of the rows there: a job has none while it
@@ -73,9 +72,9 @@ class WorkerSlots:
     reserved: int = 0
     """Requests in its reserved rows."""
     clients: Counter[str] = field(default_factory=Counter)
-    """Clients' requests by tenant, in rows of either kind …"""
+    """Clients' requests by tenant, in rows of either kind."""
     rollouts: Counter[str] = field(default_factory=Counter)
-    """… and jobs'."""
+    """Jobs' requests by tenant."""
     given: dict[str, float] = field(default_factory=dict)
     """By tenant, when the last rollout of a job was assigned."""
     peak: tuple[int, float] = 0, -math.inf
@@ -92,9 +91,9 @@ class WorkerSlots:
     throughput: float = 0.0
     """The most tokens a second that it decodes, by these costs."""
     leaving: int = 0
-    """Of its requests, those that it was asked to return …"""
+    """Of its requests, the number that it was asked to return."""
     arriving: int = 0
-    """… and those of others that will continue here."""
+    """The number of requests of other workers that will continue here."""
     served_at: float = -math.inf
     """When it last reported new tokens while requests waited in it."""
     trained_before: float = 0.0
@@ -156,8 +155,8 @@ class Migration:
 
 
 class WorkerPool:
-    def __init__(self, rules: RolloutRules, clock: Clock, weights: Mapping[str, float]) -> None:
-        self._weights = weights
+    def __init__(self, rules: RolloutRules, clock: Clock, tenant_shares: Mapping[str, float]) -> None:
+        self._tenant_shares = tenant_shares
         self._clock = clock
         self._turn_share = rules.tenant_turn_share
         self._dispatch_ahead = rules.dispatch_ahead
@@ -184,8 +183,8 @@ class WorkerPool:
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
-    def update(self, worker: Worker, gate: bool) -> None:
-        """Its state, the adapters that it has or misses, or its gate has changed."""
+    def update(self, worker: Worker, gate_open: bool) -> None:
+        """The worker's state, the adapters that it has or misses, or its gate has changed."""
         slots = self._find(worker)
         works = worker.has_role("rollout", worker.hello.model)
         if slots is None:
@@ -200,8 +199,8 @@ class WorkerPool:
         else:
             slots.tags = frozenset({ANY, BASE, *worker.cached})
         self._count_missing(slots, worker.missing_adapters if worker.state == "serving" else None)
-        slots.accepts_rollouts = gate
-        self._count_rows(slots, worker.hello.max_rows if gate and works else 0)
+        slots.accepts_rollouts = gate_open
+        self._count_rows(slots, worker.hello.max_rows if gate_open and works else 0)
         self._reindex(slots, reserved=True)
 
     def remove(self, worker: Worker) -> list[InflightRequest]:
@@ -248,7 +247,7 @@ class WorkerPool:
         return self._find(worker) or self._new(worker)
 
     def _new(self, worker: Worker) -> WorkerSlots:
-        return WorkerSlots(worker, BusyTime(self._clock), TokenCounters(self._weights))
+        return WorkerSlots(worker, BusyTime(self._clock), TokenCounters(self._tenant_shares))
 
     def outstanding(self, worker: Worker) -> int:
         """Requests that it was given and has not ended."""
@@ -293,25 +292,27 @@ class WorkerPool:
 
     def begin(self, inflight: InflightRequest) -> None:
         """The first token of the request's assignment has arrived: the worker decodes it."""
-        inflight.stay.decoding_since = self._clock.monotonic()
-        slots = self._slots[inflight.stay.worker.name]
-        slots.counters.reach(inflight.stay.order)
+        assignment = inflight.assignment
+        assignment.decoding_since = self._clock.monotonic()
+        slots = self._slots[assignment.worker.name]
+        slots.counters.reach(assignment.order)
         slots.decoding += 1
         self._reindex(slots)
 
     def last_activity(self, inflight: InflightRequest) -> float:
         """When the request's worker last worked for it: sent its tokens, or, while it waits for a row or memory there,
         computed those of others."""
-        stay = inflight.stay
-        waits = inflight.state == "assigned"
-        return max(stay.last_activity, self.slots(stay.worker).served_at) if waits else stay.last_activity
+        assignment = inflight.assignment
+        if inflight.state != "assigned":
+            return assignment.last_activity
+        return max(assignment.last_activity, self.slots(assignment.worker).served_at)
 
     def release(self, inflight: InflightRequest) -> None:
         """The request's stay at its worker, if that is not lost, ends: the one place that drops an assignment."""
-        assignment = inflight.stay
+        assignment = inflight.assignment
         if assignment.target is not None:
-            self._reserve(assignment, -1)
-        inflight.assignment = None
+            self._count_expected(assignment, -1)
+        del inflight.assignment
         slots = self._find(assignment.worker)
         if slots is not None:
             del slots.requests[assignment.name]
@@ -343,7 +344,7 @@ class WorkerPool:
 
     def short(self, model: str, waiting: Collection[str]) -> set[str]:
         """The tenants, of these whose rollouts wait, that have fewer requests at workers than their share of rows."""
-        return short_of_rows(waiting, self._held[model], self._weights, self._rows[model])
+        return short_of_rows(waiting, self._held[model], self._tenant_shares, self._rows[model])
 
     def beyond(self, model: str, short: Collection[str], waiting: Collection[str]) -> set[str]:
         """The tenants, of those that are ``short``, whose rollouts some worker gets beyond its rows; ``waiting`` as for
@@ -376,9 +377,8 @@ class WorkerPool:
 
     def has_able(self, inflight: InflightRequest) -> bool:
         """Whether some worker works that has not refused the request."""
-        workers = (slots.worker for slots in self._slots.values() if slots.tags)
-        model, refused = inflight.request.model, inflight.refused
-        return any(one.hello.model == model and one.name not in refused for one in workers)
+        index = self._reserved.get(inflight.request.model)
+        return index is not None and bool(index.first((ANY,), inflight.refused))
 
     def _fits_client(self, slots: WorkerSlots, tenant: str, waiting: Collection[str]) -> bool:
         """Whether a client's request may begin: within the tenant's share, or in a row that others' jobs leave."""
@@ -400,17 +400,17 @@ class WorkerPool:
         rows, held = slots.worker.hello.max_rows, slots.tenants
         if held.total() + slots.arriving >= most_rows(rows) + self._dispatch_ahead:
             return set()
-        return short_of_rows(waiting, held, self._weights, rows)
+        return short_of_rows(waiting, held, self._tenant_shares, rows)
 
     def _rows_of(self, tenant: str, others: Collection[str], worker: Worker) -> int:
         """The tenant's share of the worker's rows, where these tenants want some; at least one."""
-        return shares({*others, tenant}, self._weights, worker.hello.max_rows)[tenant]
+        return shares({*others, tenant}, self._tenant_shares, worker.hello.max_rows)[tenant]
 
     def find_division(self, inflight: InflightRequest, queues: RequestQueues) -> Worker | None:
-        """The worker where a decoding request, at the end of a chunk, should continue under the same version; None:
-        where it is. A worker that has not its adapter is no target."""
+        """The worker where a decoding request, at the end of a chunk, should continue under the same version; None
+        where it should stay. A worker that lacks its adapter is no target."""
         assignment, request, tokens = inflight.assignment, inflight.request, len(inflight.result.tokens)
-        if assignment is None or tokens < assignment.chunk_end or assignment.reserved:
+        if tokens < assignment.chunk_end or assignment.reserved:
             return None
         assignment.chunk_end = tokens + self._chunk
         index, source = self._common[request.model], assignment.worker
@@ -427,12 +427,13 @@ class WorkerPool:
             return None
         return target.worker
 
-    def reserve(self, inflight: InflightRequest, target: Worker) -> None:
-        """Room for the request at its next worker, until :meth:`release`."""
-        inflight.stay.target = target
-        self._reserve(inflight.stay, 1)
+    def expect(self, inflight: InflightRequest, target: Worker) -> None:
+        """Keep room for the request at its next worker, until :meth:`release`."""
+        inflight.assignment.target = target
+        self._count_expected(inflight.assignment, 1)
 
-    def _reserve(self, assignment: Assignment, count: int) -> None:
+    def _count_expected(self, assignment: Assignment, count: int) -> None:
+        """So many requests more, or less, leave the assignment's worker for its target."""
         for worker, leaving in ((assignment.worker, count), (assignment.target, 0)):
             if worker is not None and (slots := self._find(worker)) is not None:
                 slots.leaving += leaving
@@ -446,7 +447,7 @@ class WorkerPool:
         if index is None or (move := balance(index.fullest(), index.first((ANY,)))) is None:
             return None
         requests = self._slots[move.source].requests.values()
-        able = [inflight for inflight in reversed(requests) if not inflight.stay.reserved]
+        able = [inflight for inflight in reversed(requests) if not inflight.assignment.reserved]
         if move.executing:
             able.sort(key=lambda inflight: len(inflight.result.tokens))
         else:
@@ -488,7 +489,8 @@ class WorkerPool:
         without: Collection[str] = (),
         ahead: float | None = None,
     ) -> Worker | None:
-        """``ahead``: requests that may wait in a worker; None for as many as the rules allow."""
+        """The best worker with room that has one of ``tags``, except those named in ``without``. ``ahead``: requests
+        that may wait in a worker; None for as many as the rules allow."""
         index = (self._reserved if reserved else self._common).get(model)
         if index is None:
             return None

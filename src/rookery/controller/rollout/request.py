@@ -106,8 +106,7 @@ class InflightRequest:
     on_tokens: Callable[[SamplingResult], None] | None = None
     state: State = "new"
     """Changed by :meth:`advance` alone."""
-    assignment: Assignment | None = None
-    """Its stay at the worker that has it."""
+    _assignment: Assignment | None = field(default=None, init=False)
     story: deque[tuple[Event, str, State]] = field(default_factory=lambda: deque(maxlen=STORY))
     """Its last events: with the worker that had it, and the state that followed. Tokens after the first are no event of
     their own."""
@@ -129,10 +128,24 @@ class InflightRequest:
     """When it was queued last."""
 
     @property
-    def stay(self) -> Assignment:
-        """Its assignment, of a request that a worker has."""
-        assert self.assignment is not None, f"no worker has request {self.request.id}"
-        return self.assignment
+    def assignment(self) -> Assignment:
+        """Its stay at the worker that has it."""
+        assert self._assignment is not None, f"no worker has request {self.request.id}"
+        return self._assignment
+
+    @assignment.setter
+    def assignment(self, made: Assignment) -> None:
+        self._assignment = made
+
+    @assignment.deleter
+    def assignment(self) -> None:
+        self._assignment = None
+
+    @property
+    def at_worker(self) -> bool:
+        """Whether a worker has it: an event has left it in one of the states
+        :data:`~rookery.controller.rollout.assignment.AT_WORKER`, and its actions are taken."""
+        return self._assignment is not None
 
     def advance(self, event: Event) -> tuple[Action, ...]:
         """Enter the state that follows ``event``. Returns the actions to be taken, in their order. Raises
@@ -142,22 +155,23 @@ class InflightRequest:
             raise InvalidEvent(self.request.id, self.state, event, self.story)
         state, actions = transition
         if event != "tokens" or state != self.state:
-            self.story.append((event, self.assignment.worker.name if self.assignment is not None else "", state))
+            self.story.append((event, self.assignment.worker.name if self.at_worker else "", state))
             self.state = state
         return actions
 
     def spans(self, time: float, now: float) -> tuple[TraceSpan, ...]:
         """Its wait and its stay at a worker until now (``time``: Unix, ``now``: monotonic seconds)."""
-        request, stay = self.request, self.assignment
-        if stay is None:
+        if not self.at_worker:
             return (self._span("waiting", time - now + self.queued_at, time),) if self.state == "waiting" else ()
-        given, worker = time - now + stay.since, stay.worker.name
-        decoding = time if stay.decoding_since is None else time - now + stay.decoding_since
+        assignment = self.assignment
+        given, worker = time - now + assignment.since, assignment.worker.name
+        decoding = time if assignment.decoding_since is None else time - now + assignment.decoding_since
         spans = [self._span("prefill", given, decoding, worker)]
-        if stay.decoding_since is not None:
-            spans.append(self._span("decode", decoding, time, worker, f"{request.id}, {stay.tokens} tokens"))
-        if stay.since > stay.queued_at:
-            spans.append(self._span("waiting", time - now + stay.queued_at, given))
+        if assignment.decoding_since is not None:
+            text = f"{self.request.id}, {assignment.tokens} tokens"
+            spans.append(self._span("decode", decoding, time, worker, text))
+        if assignment.since > assignment.queued_at:
+            spans.append(self._span("waiting", time - now + assignment.queued_at, given))
         return tuple(spans)
 
     def _span(self, kind: str, start: float, end: float, worker: str = "", text: str = "") -> TraceSpan:
@@ -191,8 +205,9 @@ class InflightRequest:
             return f"the engine sent {len(chunk.tokens)} tokens, not all of them with an id and a log-probability"
         return ""
 
-    def retries(self, chunk: protocol.TokenChunk) -> bool:
-        """Whether the :meth:`problem` of a chunk is its worker's, and another worker is to continue the request."""
+    def count_fault(self, chunk: protocol.TokenChunk) -> bool:
+        """A chunk has a :meth:`problem`, which is counted if no engine that works sends such a chunk. Whether another
+        worker is to continue the request: the problem is that worker's, unless it happened :data:`FAULTS` times."""
         absurd = self._is_absurd(chunk)
         self.faults += absurd
         return absurd and self.faults < FAULTS
@@ -218,6 +233,6 @@ class InflightRequest:
         """Whether this version may have sampled tokens of the request: a worker was given it for the request; or it is
         an older one that the worker had before this controller started, and the request may change its version."""
         wanted, newest = self.policy_version
-        resumed = self.assignment is not None and self.assignment.resumed
+        resumed = self.at_worker and self.assignment.resumed
         earlier = resumed and self.request.generate.in_flight != "finish" and version < newest
         return policy == wanted and (version in self.versions or earlier)

@@ -22,15 +22,15 @@ RECENT = 0.1
 
 class RequestQueues:
     def __init__(
-        self, clock: Clock, patience: float, weights: Mapping[str, float], *, context_order: bool = False
+        self, clock: Clock, patience: float, tenant_shares: Mapping[str, float], *, context_order: bool = False
     ) -> None:
-        """``weights``: shares of tenants that have another one than 1; ``patience``: see :class:`FairQueue`."""
+        """``tenant_shares``: those of tenants that have another one than 1; ``patience``: see :class:`FairQueue`."""
         self._clock = clock
         self._context_order = context_order
         self.orders: dict[str, RolloutOrder[InflightRequest]] = {}
         """By job, of those that have one, until :meth:`close_job`."""
         self.models: defaultdict[str, PriorityQueues[InflightRequest]] = defaultdict(
-            lambda: PriorityQueues(weights, patience=patience, order=self.orders.get)
+            lambda: PriorityQueues(tenant_shares, patience=patience, order=self.orders.get)
         )
         """By base model."""
         self._probes = 0

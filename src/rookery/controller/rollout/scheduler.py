@@ -13,7 +13,8 @@
   comes from its worker under that worker's present epoch. Each stay at a worker is another assignment.
 * A request changes its state by :meth:`RolloutScheduler.apply` alone, as the table of
   :mod:`rookery.controller.rollout.assignment` says.
-* The cost of a frame does not grow with the number of workers, jobs or requests.
+* The cost of a frame does not grow with the number of workers, jobs or requests: whatever a frame asks about them is
+  kept in an index that their changes maintain.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from rookery.clock import Clock
 from rookery.controller.fleet.events import WorkerEvent
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
-from rookery.controller.rollout.assignment import AT_WORKER, Action, Event
+from rookery.controller.indexed import IndexedDict
+from rookery.controller.rollout.assignment import Action, Event
 from rookery.controller.rollout.placement import Migration, WorkerPool
 from rookery.controller.rollout.request import (
     REASONS,
@@ -60,16 +62,17 @@ class TokensReceived(WorkerEvent, frozen=True):
     tokens: int
 
 
-class StayEnded(WorkerEvent, frozen=True):
+class AssignmentEnded(WorkerEvent, frozen=True):
     """A request left the worker: it has its result, or moves."""
 
-    kind: ClassVar[str] = "stay ended"
+    kind: ClassVar[str] = "assignment ended"
     shown: ClassVar[bool] = False
-    stay: tuple[TraceSpan, ...]
+    parts: tuple[TraceSpan, ...]
+    """Its wait before the assignment, and the parts of its stay at the worker."""
 
     @property
     def spans(self) -> tuple[TraceSpan, ...]:
-        return self.stay
+        return self.parts
 
 
 class RequestMoved(WorkerEvent, frozen=True):
@@ -131,27 +134,31 @@ class RolloutScheduler:
         weight_store: WeightStore,
         settings: Settings,
         clock: Clock,
-        weights: Mapping[str, float] | None = None,
+        tenant_shares: Mapping[str, float] | None = None,
         rules: RolloutRules = ROLLOUT_RULES,
     ) -> None:
-        """``weights``: shares of tenants that have another one than 1."""
+        """``tenant_shares``: those of tenants that have another one than 1."""
         self._fleet = fleet
         self._weight_store = weight_store
         self._settings = settings
         self.rules = rules
         self._clock = clock
-        self._weights = weights if weights is not None else {}
-        self.pool = WorkerPool(rules, clock, self._weights)
-        self.queues = RequestQueues(clock, STARVATION_SECONDS, self._weights, context_order=rules.context_order)
-        self.requests: dict[str, dict[str, InflightRequest]] = {}
+        self._tenant_shares = tenant_shares if tenant_shares is not None else {}
+        self.pool = WorkerPool(rules, clock, self._tenant_shares)
+        self.queues = RequestQueues(clock, STARVATION_SECONDS, self._tenant_shares, context_order=rules.context_order)
+        self.requests: IndexedDict[tuple[str, str], InflightRequest] = IndexedDict(
+            job=lambda one: one.request.job,
+            id=lambda one: one.request.id,
+            episode=lambda one: (one.request.job, one.request.id.rpartition(".")[0]),
+        )
         """By job and the request's id: those in flight, and those whose tokens are retained."""
         self.resumptions: dict[str, Resumption] = {}
         """By the request's id, until it is submitted."""
         self._resume_until = 0.0
         """Until then, workers that hold requests of an earlier controller are reconnecting."""
         self.closed: set[Worker] = set()
-        """Workers that get no rollouts now; clients' requests pass all the same. Call :meth:`dispatch` after a
-        change."""
+        """Workers that get no rollouts now; clients' requests pass all the same. Call :meth:`on_closed_changed` after
+        a change."""
         self.sampled_tokens = 0
         """Tokens received."""
         self.requeues: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
@@ -166,7 +173,7 @@ class RolloutScheduler:
             "dequeue": lambda inflight, details: self.queues.remove(inflight),
             "give": self._give,
             "begin": lambda inflight, details: self.pool.begin(inflight),
-            "reserve": self._reserve,
+            "expect": self._expect,
             "recall": lambda inflight, details: self._abort(inflight, resume=True),
             "abort": lambda inflight, details: self._abort(inflight),
             "drop": lambda inflight, details: self._drop(inflight),
@@ -198,7 +205,7 @@ class RolloutScheduler:
             returns = bool(request.generate.episode and inflight.result.tokens)
             raise
         finally:
-            at_worker = inflight.state in AT_WORKER
+            at_worker = inflight.at_worker
             self.apply(inflight, "retain" if returns else "leave")
             if at_worker:
                 self._dispatch(request.model)
@@ -207,7 +214,7 @@ class RolloutScheduler:
         """The retained request of this id, if this one continues its text; else a new one."""
         now = self._clock.monotonic()
         done: asyncio.Future[SamplingResult] = asyncio.get_running_loop().create_future()
-        inflight = self.requests.get(request.job, {}).get(request.id)
+        inflight = self.requests.get((request.job, request.id))
         if inflight is not None and inflight.state != "retained":
             raise RuntimeError(f"request {request.id} is in flight already")
         if inflight is not None and request.continues_text_of(inflight.request):
@@ -219,7 +226,7 @@ class RolloutScheduler:
         if inflight is not None:
             self.apply(inflight, "leave")
         inflight = InflightRequest(request, SamplingResult(), done, on_tokens, waiting_since=now, queued_at=now)
-        self.requests.setdefault(request.job, {})[request.id] = inflight
+        self.requests[request.job, request.id] = inflight
         return inflight
 
     # --- state --------------------------------------------------------------------------------------------------------
@@ -235,8 +242,7 @@ class RolloutScheduler:
 
     def models(self) -> set[str]:
         """The base models of its requests, except retained ones: nobody waits for these."""
-        every = (one for requests in self.requests.values() for one in requests.values())
-        return {one.request.model for one in every if one.state != "retained"}
+        return {one.request.model for one in self.requests.values() if one.state != "retained"}
 
     def position(self, tenant: str, job: str) -> int | None:
         """How many rollouts precede the first one of ``job`` that waits for a worker; None when none waits."""
@@ -245,36 +251,37 @@ class RolloutScheduler:
     def open_spans(self) -> Iterator[TraceSpan]:
         """The waits and the stays at workers that have not ended."""
         time, now = self._clock.time(), self._clock.monotonic()
-        for requests in self.requests.values():
-            for inflight in requests.values():
-                yield from inflight.spans(time, now)
+        for inflight in self.requests.values():
+            yield from inflight.spans(time, now)
 
     def unstarted(self, job: str, request: str) -> bool:
         """Whether the request of ``job`` waits for a worker and has no tokens yet."""
-        inflight = self.requests.get(job, {}).get(request)
+        inflight = self.requests.get((job, request))
         return inflight is not None and inflight.state == "waiting" and not inflight.result.tokens
 
     def _find(self, request: str) -> InflightRequest | None:
-        return next((requests[request] for requests in self.requests.values() if request in requests), None)
+        return next(iter(self.requests.of(id=request)), None)
 
     # --- decisions of other rooms -------------------------------------------------------------------------------------
 
     def close_episode(self, job: str, episode: str) -> None:
         """The episode has ended: drop the tokens kept for its requests, which nobody submits again."""
-        mine = [one for name, one in self.requests.get(job, {}).items() if name.startswith(f"{episode}.")]
-        for inflight in [one for one in mine if one.state == "retained"]:
-            self.apply(inflight, "leave")
+        for inflight in self.requests.of(episode=(job, episode)):
+            if inflight.state == "retained":
+                self.apply(inflight, "leave")
 
     def close_job(self, job: str) -> None:
         """The job has ended: drop the tokens kept for it and the requests that workers still hold for it."""
-        for inflight in [one for one in self.requests.get(job, {}).values() if one.state == "retained"]:
-            self.apply(inflight, "leave")
+        for inflight in self.requests.of(job=job):
+            if inflight.state == "retained":
+                self.apply(inflight, "leave")
         self.queues.close_job(job)
         for request in [name for name in self.resumptions if name.startswith(f"{job}-")]:  # as its episodes' names do
             del self.resumptions[request]
 
-    def dispatch(self, *workers: Worker) -> None:
-        """``closed`` has changed, for these workers or for all."""
+    def on_closed_changed(self, *workers: Worker) -> None:
+        """:attr:`closed` has changed, for these workers, or for all where none is given: those that are open now get
+        waiting rollouts."""
         changed = workers or self.pool.workers()
         for worker in changed:
             self.pool.update(worker, worker not in self.closed)
@@ -285,7 +292,7 @@ class RolloutScheduler:
         """Move the job's requests for older versions of the policy to ``ref``: running ones from their next token on,
         with their attention cache kept, or computed again with ``recompute``; waiting and retained ones when they
         begin. Requests that finish on their version are left alone."""
-        for inflight in self.requests.get(job, {}).values():
+        for inflight in self.requests.of(job=job):
             if inflight.request.superseded_by(ref):
                 inflight.request = inflight.request.with_adapter(ref)
                 self.apply(inflight, "switch", Details(recompute=recompute))
@@ -327,9 +334,9 @@ class RolloutScheduler:
                     elif now - inflight.waiting_since > wait:
                         self._fail(inflight, "expire", Unavailable(self._fleet.missing("rollout", model)))
             limit = self._settings.worker.request_timeout_seconds
-            for inflight in [one for requests in self.requests.values() for one in requests.values()]:
-                if (stay := inflight.assignment) is not None and now - self.pool.last_activity(inflight) > limit:
-                    reason = f"worker {stay.worker.name} sent no tokens for {limit:g} s"
+            for inflight in list(self.requests.values()):
+                if inflight.at_worker and now - self.pool.last_activity(inflight) > limit:
+                    reason = f"worker {inflight.assignment.worker.name} sent no tokens for {limit:g} s"
                     self._refuse(inflight, reason, "withdraw", "expire")
                     self._dispatch(inflight.request.model)
 
@@ -386,7 +393,7 @@ class RolloutScheduler:
 
     def _refuse(self, inflight: InflightRequest, reason: str, leave: Event, end: Event) -> None:
         """Its worker cannot generate the request, which leaves for another worker; or ends, if all have refused it."""
-        inflight.refused[inflight.stay.worker.name] = reason
+        inflight.refused[inflight.assignment.worker.name] = reason
         if self.pool.has_able(inflight):
             self._requeue(inflight, leave, "rejected")
         else:
@@ -395,9 +402,7 @@ class RolloutScheduler:
     def _count_requeue(self, inflight: InflightRequest, reason: str) -> None:
         self.requeues[reason] += 1
         self.migrated_tokens += len(inflight.result.tokens)
-        if inflight.assignment is not None:
-            worker = inflight.assignment.worker
-            self._fleet.emit(RequestMoved(self._clock.time(), worker, inflight.request, reason))
+        self._fleet.emit(RequestMoved(self._clock.time(), inflight.assignment.worker, inflight.request, reason))
         inflight.waiting_since = inflight.queued_at = self._clock.monotonic()
 
     def _fail(self, inflight: InflightRequest, event: Event, error: RookeryError) -> None:
@@ -423,45 +428,43 @@ class RolloutScheduler:
             prefix_tokens=inflight.result.tokens,
             reserved=assignment.reserved,
             tenant=request.tenant,
-            weight=self._weights.get(request.tenant, 1.0),
+            weight=self._tenant_shares.get(request.tenant, 1.0),
             order=assignment.order,
             ttft_ms=inflight.ttft_ms,
         )
         worker.post(generate)
 
     def _drop(self, inflight: InflightRequest) -> None:
-        stay = inflight.stay
-        time = self._clock.time()
-        spans = inflight.spans(time, self._clock.monotonic())
+        worker, time = inflight.assignment.worker, self._clock.time()
+        parts = inflight.spans(time, self._clock.monotonic())
         self.pool.release(inflight)
-        self._fleet.emit(StayEnded(time, stay.worker, spans))
+        self._fleet.emit(AssignmentEnded(time, worker, parts))
 
-    def _reserve(self, inflight: InflightRequest, details: Details) -> None:
+    def _expect(self, inflight: InflightRequest, details: Details) -> None:
         assert details.worker is not None
-        self.pool.reserve(inflight, details.worker)
+        self.pool.expect(inflight, details.worker)
 
     def _abort(self, inflight: InflightRequest, *, resume: bool = False) -> None:
-        stay = inflight.stay
-        stay.worker.post(protocol.Abort(request=inflight.request.id, assignment=stay.name, resume=resume))
+        assignment = inflight.assignment
+        abort = protocol.Abort(request=inflight.request.id, assignment=assignment.name, resume=resume)
+        assignment.worker.post(abort)
 
     def _retarget(self, inflight: InflightRequest, details: Details) -> None:
-        stay, ref = inflight.stay, inflight.request.adapter
+        assignment, ref = inflight.assignment, inflight.request.adapter
         assert ref is not None
         inflight.versions.add(ref.version)
         switch = protocol.SwitchAdapter(
             request=inflight.request.id,
-            assignment=stay.name,
-            adapter=self._weight_store.adapter_ref(stay.worker, ref),
+            assignment=assignment.name,
+            adapter=self._weight_store.adapter_ref(assignment.worker, ref),
             recompute=details.recompute,
         )
-        stay.worker.post(switch)
-        self._fleet.emit(VersionSwitched(self._clock.time(), stay.worker, inflight.request))
+        assignment.worker.post(switch)
+        self._fleet.emit(VersionSwitched(self._clock.time(), assignment.worker, inflight.request))
 
     def _forget(self, inflight: InflightRequest, details: Details) -> None:
         request = inflight.request
-        del self.requests[request.job][request.id]
-        if not self.requests[request.job]:
-            del self.requests[request.job]
+        del self.requests[request.job, request.id]
 
     # --- events of workers --------------------------------------------------------------------------------------------
 
@@ -479,7 +482,7 @@ class RolloutScheduler:
                 self.resumptions[request] = Resumption(worker, self._clock.monotonic())
                 self.apply(inflight, "claim", Details(worker, inflight.request.generate.client))
         worker.active_requests.clear()
-        rows = min(one.hello.max_rows for one in self._fleet.serving("rollout", worker.hello.model))
+        rows = self._fleet.fewest_rows(worker.hello.model)
         self.queues.models[worker.hello.model].common.turn = max(1, int(rows * self.rules.tenant_turn_share))
         self._dispatch(worker.hello.model)
 
@@ -509,13 +512,12 @@ class RolloutScheduler:
                 self.apply(inflight, "divide", Details(target))
 
     def _on_chunk(self, inflight: InflightRequest, worker: Worker, chunk: protocol.TokenChunk) -> None:
-        result, stay = inflight.result, inflight.assignment
-        assert stay is not None
+        result, assignment = inflight.result, inflight.assignment
         if chunk.finish == "error":
             self._fail(inflight, "error", GenerationFailed(chunk.error or "the engine gave no reason"))
             return
         if problem := inflight.problem(chunk):
-            if inflight.retries(chunk):
+            if inflight.count_fault(chunk):
                 raise protocol.BadFrame(f"request {chunk.request}: {problem}")
             self._fail(inflight, "error", GenerationFailed(problem))
             return
@@ -523,11 +525,11 @@ class RolloutScheduler:
         result.top_logprobs += chunk.top_logprobs[len(chunk.top_logprobs) - tokens :] if chunk.top_logprobs else []
         if chunk.prompt_logprobs is not None:
             result.prompt_logprobs.receive(chunk.prompt_logprobs)
-        stay.last_activity = self._clock.monotonic()
+        assignment.last_activity = self._clock.monotonic()
         if tokens and (not result.workers or result.workers[-1][1] != worker.name):
             result.workers.append((len(result.tokens) - tokens, worker.name))
         if tokens:
-            stay.tokens += tokens
+            assignment.tokens += tokens
             self.sampled_tokens += tokens
             self.apply(inflight, "tokens")
             self.queues.on_tokens(inflight)

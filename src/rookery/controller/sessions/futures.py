@@ -31,6 +31,7 @@ from rookery.controller.sessions.operations import (
     encode,
 )
 from rookery.errors import NotFound, RookeryError, StorageFull, Unavailable, UserError
+from rookery.storage.columns import DELETED_AT_ONCE
 from rookery.storage.models import FutureRow
 from rookery.storage.repositories import sessions
 
@@ -43,8 +44,8 @@ KEPT_BYTES = 64 << 20
 """Results kept in memory besides the database: a client fetches its result within moments."""
 
 
-FETCHED_AT_ONCE = 10_000
-"""Fetched results that are deleted in one transaction."""
+FETCHED_AT_ONCE = 1000
+"""Fetched results that are named in one transaction."""
 
 
 class FutureExpired(RookeryError):
@@ -198,7 +199,8 @@ class Futures:
             for id in ids:
                 del self._fetched[id]
             try:
-                await store.write(sessions.drop_futures, finished, ids)
+                while await store.write(sessions.drop_futures, finished, ids) == DELETED_AT_ONCE:
+                    pass
                 stay = await store.read(sessions.stored_futures, ids) if ids else []
             finally:
                 for id in stay:

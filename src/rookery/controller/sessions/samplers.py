@@ -17,14 +17,18 @@ from dataclasses import dataclass
 
 from rookery import protocol
 from rookery.aio import TaskGroup, cancel_all, in_portions
-from rookery.controller.context import ControllerContext
+from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.indexed import IndexedDict
 from rookery.controller.outages import storage_outage
 from rookery.controller.prompts import answer_room
+from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.request import SamplingRequest, SamplingResult
+from rookery.controller.rollout.scheduler import RolloutScheduler
+from rookery.controller.services import Services
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, FutureExpired, Futures, QueueStatus, failure
 from rookery.controller.sessions.operations import AnyResult, OperationFailed, Sample, SampledSequence, SampleResult
 from rookery.controller.weights.checkpoints import find_checkpoint
+from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import adapter_ref
 from rookery.errors import NotFound, RookeryError, UserError
 from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
@@ -38,6 +42,7 @@ from rookery.storage.repositories.sessions import (
     release_sampler,
     used_sampler,
 )
+from rookery.tokenization.token_ids import shared_ids
 from rookery.turns import work_of
 
 log = logging.getLogger("rookery.controller.sessions.samplers")
@@ -92,13 +97,26 @@ class _ScheduledRequest:
 
 
 class Samplers:
-    def __init__(self, context: ControllerContext, futures: Futures, idle_seconds: float) -> None:
-        self._context = context
+    def __init__(
+        self,
+        services: Services,
+        fleet: Fleet,
+        rollouts: RolloutScheduler,
+        quotas: Quotas,
+        collector: ArtifactCollector,
+        futures: Futures,
+        idle_seconds: float,
+    ) -> None:
+        self._services = services
+        self._fleet = fleet
+        self._rollouts = rollouts
+        self._quotas = quotas
+        self._collector = collector
         self._idle_seconds = idle_seconds
         self._futures = futures
         self._used: dict[str, float] = {}
         """Monotonic time at which each sampler's use was last stored."""
-        self._steady = (context.clock.time(), context.clock.monotonic())
+        self._steady = (services.clock.time(), services.clock.monotonic())
         """Since when, on both clocks, this process runs and the clock of the stored times goes as fast as time."""
         self._running: IndexedDict[str, _RunningSample] = IndexedDict(session=lambda sample: sample.row.session)
         self._requests: IndexedDict[str, _ScheduledRequest] = IndexedDict(session=lambda one: one.session)
@@ -121,14 +139,14 @@ class Samplers:
     ) -> SamplerRow:
         """A sampler of the checkpoint ``path``, or of the base model. A repetition gets the sampler that there is, also
         where a limit is reached since, or the checkpoint is deleted."""
-        context, now = self._context, self._context.clock.time()
+        services, now = self._services, self._services.clock.time()
         with suppress(NotFound):
-            known = await context.store.read(get_sampler, tenant, id)
+            known = await services.store.read(get_sampler, tenant, id)
             of_path = path is not None and known.path == path and base_model in (None, known.base_model)
             if of_path or (path is None and not known.path and known.model is None and known.base_model == base_model):
                 return known
         if path is not None:
-            checkpoint, run, policy = await find_checkpoint(context, tenant, path)
+            checkpoint, run, policy = await find_checkpoint(services, tenant, path)
             if base_model is not None and base_model != run.base_model:
                 raise UserError(f"{path} is of {run.requested_model}, not of {requested_model}")
             row = sampler_row(id, session, now, run, policy, checkpoint, path=path)
@@ -144,8 +162,8 @@ class Samplers:
                 created=now,
                 used=now,
             )
-        async with context.rooms.quotas.describing(tenant):
-            return await context.store.write(add_sampler, row)
+        async with self._quotas.describing(tenant):
+            return await services.store.write(add_sampler, row)
 
     def start(self, future: Future, operation: Sample, row: SamplerRow, reserved: ExitStack | None = None) -> None:
         """Sample; the result goes to ``future``. ``reserved`` is the part of the tenant's limits that the sample has;
@@ -190,7 +208,7 @@ class Samplers:
         """Take the session's requests that no worker runs yet out of the scheduler, until :meth:`resume`."""
         self._suspended.setdefault(session, asyncio.Event())
         for request in self._requests.of(session=session):
-            if self._context.rooms.rollouts.unstarted(session, request.id):
+            if self._rollouts.unstarted(session, request.id):
                 request.task.cancel()
 
     def resume(self, session: str) -> None:
@@ -200,22 +218,22 @@ class Samplers:
     async def retire(self) -> None:
         """Delete the weights of samplers without a name that were idle for ``idle_seconds`` in which a client could use
         them: not those in which the service did not run, or the machine slept."""
-        context, sampling = self._context, {sample.row.id for sample in self._running.values()}
-        time, monotonic = context.clock.time(), context.clock.monotonic()
+        services, sampling = self._services, {sample.row.id for sample in self._running.values()}
+        time, monotonic = services.clock.time(), services.clock.monotonic()
         passed = monotonic - self._steady[1]
         if abs(time - self._steady[0] - passed) > CLOCK_JUMP_SECONDS:
             self._steady, passed = (time, monotonic), 0.0
         if passed < self._idle_seconds:
             return
-        for row in await context.store.read(idle_samplers, context.clock.time() - self._idle_seconds):
+        for row in await services.store.read(idle_samplers, services.clock.time() - self._idle_seconds):
             if row.id not in sampling:
                 self._used.pop(row.id, None)
                 with work_of(row.tenant):
-                    await context.rooms.collector.delete_unnamed(release_sampler, row.id)
+                    await self._collector.delete_unnamed(release_sampler, row.id)
 
     def status(self, future: Future) -> QueueStatus | None:
         """Why a sample has no result yet; None for a future that is no running sample."""
-        fleet, sample = self._context.rooms.fleet, self._running.get(future.id)
+        fleet, sample = self._fleet, self._running.get(future.id)
         if sample is None:
             return None
         row = sample.row
@@ -225,7 +243,7 @@ class Samplers:
             return CLIENT_AWAY
         if not fleet.serving("rollout", row.base_model):
             return QueueStatus(paused=True, reason=fleet.missing("rollout", row.base_model))
-        before = self._context.rooms.rollouts.position(row.tenant, row.session)
+        before = self._rollouts.position(row.tenant, row.session)
         return QueueStatus(reason="" if before is None else f"{before} requests wait for a worker before this one")
 
     async def _deliver(self, future: Future) -> None:
@@ -245,7 +263,7 @@ class Samplers:
         self, future: Future, operation: Sample, row: SamplerRow, waits: ExitStack | None
     ) -> SampleResult:
         """Sample, again after each outage that the sample meets; first it ``waits`` for its part of the limits."""
-        quotas, attempt = self._context.rooms.quotas, 0
+        quotas, attempt = self._quotas, 0
         if waits is not None:
             await quotas.generate_in_turn(waits, row.tenant, row.base_model, operation.tokens, operation.count)
         while True:
@@ -257,29 +275,30 @@ class Samplers:
                 outage = error
             sample = self._running[future.id]
             sample.outage = str(outage)
-            await self._context.outages.over(outage, attempt)
+            await self._services.outages.over(outage, attempt)
             sample.outage, attempt = "", attempt + 1
 
     async def _sample(self, future: Future, operation: Sample, row: SamplerRow) -> SampleResult:
         adapter = await self._adapter(row)
-        async with self._context.rooms.collector.pin(adapter):
+        async with self._collector.referenced(adapter):
             return await self._generate_all(future, operation, row, adapter)
 
     async def _generate_all(
         self, future: Future, operation: Sample, row: SamplerRow, adapter: protocol.AdapterRef | None
     ) -> SampleResult:
-        context, prompt, scored = self._context, operation.prompt, 0
-        chat = await context.chat(row.base_model)
-        room = chat.context - len(prompt)
+        scored, length = 0, len(operation.prompt)
+        chat = await self._services.chat(row.base_model)
+        room = chat.context - length
         if room < 1:
-            raise UserError(f"the prompt has {len(prompt)} tokens, the model's context is {chat.context}")
+            raise UserError(f"the prompt has {length} tokens, the model's context is {chat.context}")
+        prompt = operation.prompt = shared_ids(operation.prompt)
         if operation.prompt_logprobs or operation.topk:
             scored = len(prompt) - 1 if operation.last is None else operation.last
         base_seed = future.id if operation.seed is None else str(operation.seed)
         stop_tokens = chat.ends(operation.stop, operation.stop_tokens)
         most = operation.max_tokens
         if most is None:
-            most = answer_room(context.rooms.fleet, row.base_model, chat.context, len(prompt))
+            most = answer_room(self._fleet, row.base_model, chat.context, len(prompt))
         requests = (
             protocol.Generate(
                 request=f"{future.id}:{number}",
@@ -315,7 +334,7 @@ class Samplers:
         while True:
             if (resumed := self._suspended.get(request.job)) is not None:
                 await resumed.wait()
-            task = asyncio.create_task(self._context.rooms.rollouts.sample(request))
+            task = asyncio.create_task(self._rollouts.sample(request))
             self._requests[request.id] = _ScheduledRequest(request.job, request.id, task)
             try:
                 return await task
@@ -328,7 +347,7 @@ class Samplers:
 
     async def _adapter(self, row: SamplerRow) -> protocol.AdapterRef | None:
         """The weights to sample with now. Raises :class:`FutureExpired` if they were deleted."""
-        store = self._context.store
+        store = self._services.store
         if row.inflight:
             assert row.model is not None
             run, policy = await store.read(get_model, row.tenant, row.model)
@@ -343,17 +362,17 @@ class Samplers:
 
     async def _touch(self, row: SamplerRow) -> None:
         """Record that the sampler's weights are used. Raises :class:`FutureExpired` if they were deleted."""
-        store, now = self._context.store, self._context.clock.monotonic()
+        store, now = self._services.store, self._services.clock.monotonic()
         if row.id in self._used and now - self._used[row.id] < USED_SECONDS:
             return
         if not (await store.read(get_sampler, row.tenant, row.id)).kept:
-            if not row.path or (await find_checkpoint(self._context, row.tenant, row.path))[0].hash != row.hash:
+            if not row.path or (await find_checkpoint(self._services, row.tenant, row.path))[0].hash != row.hash:
                 raise FutureExpired(
                     f"the weights of sampler {row.id} were deleted after it was idle; save them under a name"
                 )
             await store.write(keep_sampler, row.id)
         self._used[row.id] = now
-        await store.write(used_sampler, row.id, self._context.clock.time())
+        await store.write(used_sampler, row.id, self._services.clock.time())
 
 
 def client_seed(text: str) -> int:

@@ -8,7 +8,8 @@
   its queued operations wait. They are dropped after ``abandon`` seconds; after ``expire`` seconds the session is
   finished (:mod:`rookery.controller.sessions.times`).
 * Memory follows work: the runs of suspended and of finished sessions that have no operation are unloaded, and loaded
-  again by the next one. Nothing that is done for one session, or at each heartbeat, looks at the runs of the others.
+  again by the next one; so are those of a tenant with more than :data:`RUNS_LOADED`. Nothing that is done for one
+  session, or at each heartbeat, looks at the runs of the others.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 from weakref import WeakValueDictionary
@@ -58,6 +60,10 @@ SEEN_SECONDS = 60.0
 SWEEP_SECONDS = 60.0
 """How often expired rows are looked for: their lifetimes are hours."""
 
+RUNS_LOADED = 256
+"""Training runs of one tenant in memory beside those with operations: a further one takes the place of the one that got
+its last operation before the others. It costs that one a start of the service: its state is read from the artifacts."""
+
 LORA_ALPHA = 32.0
 """Clients' adapters are scaled by this over their rank; the API has no field for it."""
 
@@ -75,20 +81,24 @@ class Sessions:
         self._validator = validator
         self.times = times
         self.futures = Futures(context, times.poll)
-        self.samplers = Samplers(context, self.futures, times.sampler_idle)
+        rooms = context.rooms
+        self.samplers = Samplers(
+            context, rooms.fleet, rooms.rollouts, rooms.quotas, rooms.collector, self.futures, times.sampler_idle
+        )
         self._slots = slots
         self.runs: IndexedDict[str, TrainingRun] = IndexedDict(
             session=lambda run: run.row.session,
             tenant=lambda run: run.row.tenant,
             model=lambda run: run.row.base_model,
         )
-        """Training runs in memory, by their ids."""
+        """Training runs in memory, by their ids; of each tenant the one that was used the longest ago first."""
         self._queued: dict[str, TrainingRun] = {}
         """Among them, all that have queued operations."""
         self.loading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """A lock lives as long as a task holds it or waits for it."""
         self._open: dict[str, SessionRow] = {}
-        """Rows of sessions that are not finished."""
+        """Rows of sessions that are not finished, without what their clients say about them: as objects it may take
+        twenty times its text."""
         self._seen: dict[str, float] = {}
         """When each session's client gave its last sign of life (monotonic seconds), the longest ago first."""
         self._suspended: set[str] = set()
@@ -125,24 +135,29 @@ class Sessions:
         await self.samplers.stop()
 
     async def watch(self) -> None:
-        """Enforce waits and lifetimes, for ever. A sweep that failed is tried again at the next heartbeat."""
-        clock, settings, swept = self._context.clock, self._context.settings, self._context.clock.monotonic()
+        """Enforce waits, for ever."""
         while True:
-            await clock.sleep(settings.worker.heartbeat_seconds)
+            await self._context.clock.sleep(self._context.settings.worker.heartbeat_seconds)
             self._slots.review()
             for id, run in list(self._queued.items()):
                 run.expire_gap(self.times.seq_gap)
                 if not run.queued:
                     del self._queued[id]
             self._suspend_silent()
-            now = clock.monotonic()
-            if now - swept > SWEEP_SECONDS:
-                try:
-                    await self.sweep()
-                    swept = now
-                except Exception as error:
-                    unforeseen = None if isinstance(error, RookeryError) else error
-                    log.error("the sweep of expired sessions and results failed: %s", error, exc_info=unforeseen)
+
+    async def watch_lifetimes(self) -> None:
+        """Delete what has expired, for ever. It may be much of one tenant's: nobody's wait depends on it. A sweep that
+        failed is tried again at the next heartbeat."""
+        clock, settings, seconds = self._context.clock, self._context.settings, SWEEP_SECONDS
+        while True:
+            await clock.sleep(seconds)
+            seconds = SWEEP_SECONDS
+            try:
+                await self.sweep()
+            except Exception as error:
+                unforeseen = None if isinstance(error, RookeryError) else error
+                log.error("the sweep of expired sessions and results failed: %s", error, exc_info=unforeseen)
+                seconds = settings.worker.heartbeat_seconds
 
     def _suspend_silent(self) -> None:
         """Suspend the sessions without a heartbeat, and drop the operations of those that are silent for too long. A
@@ -203,10 +218,21 @@ class Sessions:
                 continue
             row = await self._row(run.row.tenant, run.row.session)
             if row.finished is not None or row.id in self._suspended:
-                async with self.loading.setdefault(id, asyncio.Lock()):
-                    if run.unused and self.runs.get(id) is run:
-                        del self.runs[id]
-                        await run.close()
+                await self._unload(id, run)
+
+    async def _unload(self, id: str, run: TrainingRun) -> None:
+        """Remove from memory a run that got no operation meanwhile."""
+        async with self.loading.setdefault(id, asyncio.Lock()):
+            if run.unused and self.runs.get(id) is run:
+                del self.runs[id]
+                await run.close()
+
+    async def _unload_for_another(self, tenant: str) -> None:
+        """A run of the tenant is about to be loaded."""
+        if self.runs.count(tenant=tenant) >= RUNS_LOADED:
+            unused = next((run for run in self.runs.of(tenant=tenant) if run.unused), None)
+            if unused is not None:
+                await self._unload(unused.row.id, unused)
 
     def _time(self) -> float:
         return self._context.clock.time()
@@ -229,7 +255,7 @@ class Sessions:
             return await self._context.store.write(sessions.add_session, row)
 
     async def get(self, tenant: str, id: str) -> SessionRow:
-        """The session, whose client is alive. Raises :class:`NotFound`."""
+        """The session, whose client is alive, without what that says about it. Raises :class:`NotFound`."""
         row, now = await self._row(tenant, id), self._context.clock.monotonic()
         if row.finished is None and now - self._stored.get(id, -math.inf) > SEEN_SECONDS:
             await self._context.store.write(sessions.seen_session, id, self._time())
@@ -267,7 +293,7 @@ class Sessions:
     async def _row(self, tenant: str, id: str) -> SessionRow:
         row = self._open.get(id)
         if row is None:
-            row = await self._context.store.read(sessions.get_session, tenant, id)
+            row = replace(await self._context.store.read(sessions.get_session, tenant, id), about={})
             if row.finished is None:
                 self._open[id] = row
         if row.tenant != tenant:
@@ -337,14 +363,17 @@ class Sessions:
 
     async def run(self, tenant: str, id: str) -> TrainingRun:
         """The training run, loaded if it was not in memory. Raises :class:`NotFound`."""
-        run = self.runs.get(id)
-        if run is None:
+        run = self.runs.pop(id, None)
+        if run is not None:
+            self.runs[id] = run  # it is the last one now
+        else:
             async with self.loading.setdefault(id, asyncio.Lock()):
                 run = self.runs.get(id)
                 if run is None:
                     row, policy = await self._context.store.read(sessions.get_model, tenant, id)
                     await self._row(tenant, row.session)
-                    run = TrainingRun(self._context, self.futures, self._slots, row, policy)
+                    await self._unload_for_another(tenant)
+                    run = TrainingRun(self._context, self.futures, self._slots, replace(row, about={}), policy)
                     await run.load()
                     self._seen.setdefault(row.session, self._context.clock.monotonic())
                     if row.session in self._suspended:

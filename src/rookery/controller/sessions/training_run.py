@@ -59,7 +59,9 @@ class TrainingRun:
         """Operations that will not be executed; their futures get an error in their turn."""
         self._arrived = asyncio.Event()
         self._gap_since: float | None = None
-        self._versions = PolicyVersions(context, context.rooms.collector, policy, inflight=row.inflight)
+        self._versions = PolicyVersions(
+            context, context.records.spans, context.rooms.collector, policy, inflight=row.inflight
+        )
         self._policy_run = PolicyRun(
             context.rooms.training,
             context.rooms.weights,
@@ -139,7 +141,7 @@ class TrainingRun:
         if isinstance(result, operations.OperationFailed):
             self._on_failure(operation, result)
         elif isinstance(operation, operations.ForwardBackwardOperation) and not operation.forward_only:
-            self._policy_run.recall(_forward_request(operation))
+            self._policy_run.restore_logged(_forward_request(operation))
 
     @property
     def queued(self) -> bool:
@@ -415,7 +417,10 @@ class TrainingRun:
         try:
             await self._commit(future, result, lambda write: self._policy_run.commit(write, manifest))
         except Exception as error:
-            self._policy_run.commit_failed(retried=storage_outage(error))  # else its result is an error
+            if storage_outage(error):  # it is carried out again
+                self._policy_run.undo_step()
+            else:  # its result is the error
+                self._policy_run.drop_step()
             raise
 
     async def _save_state(self, future: Future, operation: operations.SaveState) -> None:
@@ -450,7 +455,7 @@ class TrainingRun:
         if (run.base_model, policy.rank, list(policy.targets)) != shape:
             raise UserError(f"{operation.path} is of another base model, rank or layers than model {self.row.id}")
         ref = msgspec.structs.replace(adapter_ref(policy, source), policy=self.policy.id, version=0)
-        async with context.rooms.collector.pin(ref):  # the checkpoint may expire or be deleted meanwhile
+        async with context.rooms.collector.referenced(ref):  # the checkpoint may expire or be deleted meanwhile
             await find_checkpoint(context, tenant, operation.path)
             manifest = source.manifest if operation.optimizer else None
             loaded = operations.StateLoaded(path=operation.path, model_id=self.row.id)

@@ -15,7 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
 import msgspec
@@ -25,6 +25,7 @@ from rookery.clock import BusyTime, Clock, IdGenerator
 from rookery.controller.fleet.events import WorkerEvent
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
+from rookery.controller.indexed import IndexedDict
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import Tickets
@@ -60,10 +61,31 @@ class _TooSmall(_RetryElsewhere):
     """The policy's state never fits the worker's memory."""
 
 
+@dataclass(eq=False)
+class _InFlight:
+    """An operation without an answer."""
+
+    worker: Worker
+    message: Operation
+    since: float
+    """When it was sent (monotonic seconds)."""
+    most_logprobs: int
+    """Bytes of log-probabilities that its answer may have."""
+    logprobs: bytearray = field(default_factory=bytearray)
+    """Bytes that came before the answer."""
+    answer: asyncio.Future[protocol.OperationDone] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    @property
+    def op(self) -> str:
+        return self.message.op
+
+
 @dataclass
 class _Upload:
-    """An artifact that a worker uploads. Only the thread of transfers changes it, so it stays right when the caller is
-    cancelled."""
+    """An artifact that a worker uploads. Only the tenant's transfers change it, one after another, so it stays right
+    when the caller is cancelled."""
 
     ticket: str = ""
     staging: Staging | None = None
@@ -144,38 +166,34 @@ class TrainingDispatcher:
     def __init__(
         self,
         fleet: Fleet,
-        references: WeightStore,
+        weights: WeightStore,
         collector: ArtifactCollector,
         tickets: Tickets,
         settings: Settings,
         clock: Clock,
         ids: IdGenerator,
         transfer: Writer,
-        weights: Mapping[str, float],
+        tenant_shares: Mapping[str, float],
         speeds: Mapping[str, float] = EQUAL,
     ) -> None:
-        """``weights``: shares of tenants that have another one than 1. ``speeds``: how quickly workers train, by name,
-        where it is known; others count as 1."""
-        self.weights = weights
+        """``tenant_shares``: those of tenants that have another one than 1. ``speeds``: how quickly workers train, by
+        name, where it is known; others count as 1."""
+        self.tenant_shares = tenant_shares
         self._speeds = speeds
         self.retries = 0
         """Operations that moved to another worker."""
         self._fleet = fleet
-        self._references = references
+        self._weights = weights
         self._collector = collector
         self._tickets = tickets
         self._settings = settings
         self._clock = clock
         self._ids = ids
         self._transfer = transfer
-        self._in_flight: dict[Worker, dict[str, asyncio.Future[protocol.OperationDone]]] = {}
-        """By worker and operation, those without an answer."""
-        self._sent: dict[str, tuple[float, Worker, Operation]] = {}
-        """The same by operation: when it was sent (monotonic seconds), where to, and the operation."""
-        self._logprobs: dict[str, tuple[bytearray, int]] = {}
-        """By operation without an answer: the log-probabilities that came before it, and their most bytes."""
+        self._operations: IndexedDict[str, _InFlight] = IndexedDict(worker=lambda one: one.worker)
+        """By the operation's id, those without an answer."""
         self._staged: dict[str, str] = {}
-        """By operation without an answer: the hash of the version that its worker has written."""
+        """By operation that is not durable yet: the hash of the version that its worker has written."""
         self._assigned: dict[str, Worker] = {}
         """Which worker trains a policy."""
         self._offloaded: dict[str, Worker] = {}
@@ -195,10 +213,10 @@ class TrainingDispatcher:
     def open_spans(self) -> Iterator[TraceSpan]:
         """The operations without an answer."""
         time, now = self._clock.time(), self._clock.monotonic()
-        for sent, worker, operation in self._sent.values():
-            tenant = "" if isinstance(operation, protocol.InitAdapter) else operation.tenant
-            text, policy = type(operation).__name__, operation.policy
-            yield TraceSpan("train", time - now + sent, time, worker.name, tenant, "", policy, text)
+        for one in self._operations.values():
+            tenant = "" if isinstance(one.message, protocol.InitAdapter) else one.message.tenant
+            text, policy = type(one.message).__name__, one.message.policy
+            yield TraceSpan("train", time - now + one.since, time, one.worker.name, tenant, "", policy, text)
 
     def busy_seconds(self, worker: Worker) -> float:
         """Seconds with at least one operation in flight, on this connection."""
@@ -291,9 +309,9 @@ class TrainingDispatcher:
     def new_op(self) -> str:
         return self._ids.new("op")
 
-    def pin(self, worker: Worker, ref: protocol.AdapterRef) -> protocol.AdapterRef:
+    def with_sources(self, worker: Worker, ref: protocol.AdapterRef) -> protocol.AdapterRef:
         """``ref`` with the sources from which ``worker`` may read it."""
-        return self._references.adapter_ref(worker, ref)
+        return self._weights.adapter_ref(worker, ref)
 
     @contextmanager
     def published_batch(self, content: bytes) -> Iterator[str]:
@@ -328,19 +346,15 @@ class TrainingDispatcher:
     async def call(self, worker: Worker, message: Operation, targets: int | None = None) -> protocol.OperationDone:
         """The worker's answer, with the log-probabilities of so many ``targets`` where they were asked for. Raises
         :class:`TrainingFailed`; within :meth:`retrying`, other failures are retried."""
-        future: asyncio.Future[protocol.OperationDone] = asyncio.get_running_loop().create_future()
-        in_flight, began = self._in_flight.setdefault(worker, {}), self._clock.monotonic()
-        in_flight[message.op] = future
         most = protocol.MAX_FRAME if targets is None else protocol.LOGPROB_BYTES * targets
-        self._logprobs[message.op] = bytearray(), most
+        one = self._operations[message.op] = _InFlight(worker, message, self._clock.monotonic(), most)
         try:
             if worker.state != "serving":
                 raise _RetryElsewhere(f"worker {worker.name} is {worker.state}")
             worker.post(message)
-            self._sent[message.op] = (began, worker, message)
             with self._counted(worker):
                 self._fleet.emit(OperationSent(self._clock.time(), worker, message))
-                done = await self._answer(in_flight, message.op)
+                done = await self._answer(one)
         except asyncio.CancelledError:
             worker.post(protocol.CancelOperation(op=message.op))
             raise
@@ -349,12 +363,9 @@ class TrainingDispatcher:
             kind, seconds = type(message).__name__, self._settings.worker.request_timeout_seconds
             raise _RetryElsewhere(f"worker {worker.name} did not answer {kind} within {seconds:g} s") from None
         finally:
-            if future.done() and not future.cancelled():
-                future.exception()  # of a worker that was lost in the moment of a cancellation, which comes first
-            del in_flight[message.op], self._logprobs[message.op]
-            self._sent.pop(message.op, None)
-            if not in_flight:
-                self._in_flight.pop(worker, None)
+            if one.answer.done() and not one.answer.cancelled():
+                one.answer.exception()  # of a worker that was lost in the moment of a cancellation, which comes first
+            del self._operations[message.op]
         if done.category in ("stale", "lost"):
             problem = _Stale if done.category == "stale" else _RetryElsewhere
             raise problem(f"worker {worker.name}: {done.error}")
@@ -369,21 +380,24 @@ class TrainingDispatcher:
         if worker is self._assigned.get(message.policy) and (seconds := done.metrics.get("seconds", 0.0)):
             work = seconds * self._speeds.get(worker.name, 1.0)
             self._training_load.add(message.policy, work, self._clock.monotonic())
-        self._fleet.emit(OperationSucceeded(self._clock.time(), worker, message, done, self._clock.monotonic() - began))
+        took = self._clock.monotonic() - one.since
+        self._fleet.emit(OperationSucceeded(self._clock.time(), worker, message, done, took))
         return done
 
-    async def _answer(
-        self, in_flight: Mapping[str, asyncio.Future[protocol.OperationDone]], op: str
-    ) -> protocol.OperationDone:
+    async def _answer(self, one: _InFlight) -> protocol.OperationDone:
         """The answer to an operation that was sent last. Raises ``TimeoutError`` when in all of
         ``request_timeout_seconds`` neither it was answered nor one that was sent before: it may wait for these."""
-        future, before = in_flight[op], in_flight.keys() - {op}
-        while not (await asyncio.wait({future}, timeout=self._settings.worker.request_timeout_seconds))[0]:
-            left = before & in_flight.keys()
+        before = self._ops_at(one.worker) - {one.op}
+        while not (await asyncio.wait({one.answer}, timeout=self._settings.worker.request_timeout_seconds))[0]:
+            left = before & self._ops_at(one.worker)
             if left == before:
                 raise TimeoutError
             before = left
-        return future.result()
+        return one.answer.result()
+
+    def _ops_at(self, worker: Worker) -> set[str]:
+        """The ids of the worker's operations without an answer."""
+        return {one.op for one in self._operations.of(worker=worker)}
 
     def _count_retry(self, worker: Worker, policy: str, reason: str) -> None:
         self.retries += 1
@@ -403,7 +417,7 @@ class TrainingDispatcher:
 
     async def uploading(self, worker: Worker, message: Operation) -> protocol.OperationDone:
         """Call an operation that uploads an artifact, under a ticket that is added to ``message``. On return the
-        artifact is durable, equals the worker's report, and is pinned until :meth:`with_ticket` ends or
+        artifact is durable, equals the worker's report, and is kept until :meth:`with_ticket` ends or
         :meth:`discard`. Raises :class:`~rookery.errors.StorageFull` where the disk was full."""
         upload = _Upload()
         try:
@@ -418,7 +432,7 @@ class TrainingDispatcher:
                 raise _RetryElsewhere(f"worker {worker.name} uploaded other bytes than it reported")
         except BaseException as error:
             if (staged := self._staged.get(message.op)) is not None:
-                self._references.withdraw(staged)
+                self._weights.withdraw(staged)
             full = await self._transfer(self._abandon, upload)  # it is carried out, whatever ends this wait
             if full is not None and isinstance(error, TrainingFailed | _RetryElsewhere):
                 raise full from None  # no fault of the worker's
@@ -441,7 +455,7 @@ class TrainingDispatcher:
     async def discard(self, policy: str, digest: str) -> None:
         """Delete an artifact of :meth:`uploading` that no version will name."""
         await self._collector.drop(policy, digest)
-        self._references.unpublish([digest])
+        self._weights.unpublish([digest])
 
     @asynccontextmanager
     async def with_ticket(self, policy: str, digest: str) -> AsyncIterator[None]:
@@ -451,10 +465,10 @@ class TrainingDispatcher:
             try:
                 yield
             except BaseException:
-                self._references.withdraw(digest)
+                self._weights.withdraw(digest)
                 raise
 
-    # In the thread of transfers, where these keep their order:
+    # In the tenant's line of transfers, where these keep their order:
 
     def _open(self, upload: _Upload) -> None:
         upload.ticket = self._tickets.upload()
@@ -480,38 +494,41 @@ class TrainingDispatcher:
 
     def on_staged(self, worker: Worker, message: protocol.VersionStaged) -> None:
         """An operation has written its version, and uploads it now."""
-        _, sender, operation = self._sent.get(message.op, (0.0, None, None))
-        if sender is not worker or not isinstance(operation, protocol.OptimStep | protocol.InitAdapter):
+        one = self._operations.get(message.op)
+        if one is None or one.worker is not worker:
+            return
+        operation = one.message
+        if not isinstance(operation, protocol.OptimStep | protocol.InitAdapter):
             return
         like = operation if isinstance(operation, protocol.InitAdapter) else operation.parent
         self._staged[message.op] = message.hash
         ref = protocol.AdapterRef(
             policy=operation.policy, version=0, hash=message.hash, rank=like.rank, alpha=like.alpha
         )
-        self._references.hand_over(worker, ref, message.folder)
+        self._weights.hand_over(worker, ref, message.folder)
 
     def on_done(self, worker: Worker, message: protocol.OperationDone) -> None:
         counted = [message.metrics.get(name, 0.0) for name in ("tokens", "seconds")]
         if len(message.metrics) > MOST_METRICS or not all(0 <= value < math.inf for value in counted):
             raise protocol.BadFrame(f"operation {message.op}: {len(message.metrics)} metrics, tokens/seconds {counted}")
-        future = self._in_flight.get(worker, {}).get(message.op)
-        if future is None or future.done():
+        one = self._operations.get(message.op)
+        if one is None or one.worker is not worker or one.answer.done():
             return
-        logprobs, most = self._logprobs[message.op]
-        if message.more and len(logprobs) > most:
+        most = one.most_logprobs
+        if message.more and len(one.logprobs) > most:
             raise protocol.BadFrame(f"operation {message.op}: more than {most} bytes of log-probabilities")
-        logprobs += message.logprobs
+        one.logprobs += message.logprobs
         if not message.more:
-            future.set_result(msgspec.structs.replace(message, logprobs=bytes(logprobs)))
+            one.answer.set_result(msgspec.structs.replace(message, logprobs=bytes(one.logprobs)))
 
     def on_worker_changed(self, worker: Worker) -> None:
         if worker.has_role("train", worker.hello.model):
             self._serving[worker.hello.model].set()
 
     def on_worker_lost(self, worker: Worker) -> None:
-        for future in self._in_flight.get(worker, {}).values():
-            if not future.done():
-                future.set_exception(_RetryElsewhere(f"worker {worker.name} was lost"))
+        for one in self._operations.of(worker=worker):
+            if not one.answer.done():
+                one.answer.set_exception(_RetryElsewhere(f"worker {worker.name} was lost"))
         for held in (self._assigned, self._offloaded):
             for policy in [policy for policy, holder in held.items() if holder is worker]:
                 del held[policy]

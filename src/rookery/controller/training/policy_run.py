@@ -71,23 +71,23 @@ class OptimRequest:
 
 
 @dataclass
-class Held:
-    """The part of the log that a worker has carried out, on the newest committed version."""
+class LogPosition:
+    """How far a worker has carried out the log, on the newest committed version."""
 
     worker: Worker
-    sent: int = 0
-    """Entries of the log …"""
-    applied: int = 0
-    """… the steps among them that changed its state (a step on NaN is skipped) …"""
+    entries: int = 0
+    """Entries of the log that it has carried out."""
+    steps: int = 0
+    """Steps among them that changed its state: one on NaN is skipped."""
     operations: int = 0
-    """… and the operations in its gradient."""
+    """Operations in its gradient."""
 
 
 class PolicyRun:
     def __init__(
         self,
         training: TrainingDispatcher,
-        references: WeightStore,
+        weights: WeightStore,
         next_lease: Callable[[str], Awaitable[int]],
         model: str,
         versions: PolicyVersions,
@@ -96,7 +96,7 @@ class PolicyRun:
         """``model``: the base model. ``next_lease(policy)`` issues a lease number. A batch is divided among at most
         ``trainers`` workers."""
         self._training = training
-        self._references = references
+        self._weights = weights
         self._next_lease = next_lease
         self._model = model
         self.versions = versions
@@ -104,8 +104,8 @@ class PolicyRun:
         self._policy = versions.row.id
         self._trainers = trainers
         self._lease = 0
-        self._held: Held | None = None
-        """The state of the worker that trains the policy; None where no worker's state is known."""
+        self._position: LogPosition | None = None
+        """That of the worker that trains the policy; None where no worker's state is known."""
         self._log: list[ForwardRequest | OptimRequest] = []
         """The operations since the last commit."""
         self._missing = ""
@@ -141,8 +141,8 @@ class PolicyRun:
             return await self._append(request)
 
         async def attempt(worker: Worker) -> protocol.OperationDone:
-            held, _ = await self._catch_up(worker)
-            return await self._reading(self._forward(held, request))
+            position, _ = await self._catch_up(worker)
+            return await self._reading(self._forward(position, request))
 
         return await self._training.retrying(self._policy, self._model, attempt)
 
@@ -156,8 +156,8 @@ class PolicyRun:
         """Make the state after the last step durable as an artifact; a gradient begun since stays."""
 
         async def attempt(worker: Worker) -> protocol.OperationDone:
-            held, _ = await self._catch_up(worker)
-            return await self._reading(self._training.uploading(worker, self._optim(held, OptimRequest(None))))
+            position, _ = await self._catch_up(worker)
+            return await self._reading(self._training.uploading(worker, self._optim(position, OptimRequest(None))))
 
         done = await self._training.retrying(self._policy, self._model, attempt)
         assert done.manifest is not None
@@ -180,7 +180,7 @@ class PolicyRun:
         self._missing = ""
         self._clear_gradient()
 
-    def recall(self, entry: ForwardRequest) -> None:
+    def restore_logged(self, entry: ForwardRequest) -> None:
         """Log an operation that an earlier process carried out after the newest commit: it is replayed before anything
         else."""
         self._log.append(entry)
@@ -214,30 +214,31 @@ class PolicyRun:
         step = self.uncommitted + (self.versions.head.step if self.versions.head is not None else 0)
         ref = await self._add_version(write, manifest, step, uploaded=True)
         self._continue_from(ref)
-        self._references.settle(ref)
+        self._weights.settle(ref)
         return ref
 
-    def commit_failed(self, *, retried: bool) -> None:
-        """The commit of the last step failed: it is not taken. ``retried``: its gradient is begun again; otherwise that
-        is discarded, with what was added since."""
-        if not retried:
-            self._clear_gradient()
+    def undo_step(self) -> None:
+        """The commit of the last step failed: it is not taken, and its gradient waits for another step."""
         del self._log[-1:]
-        if not retried:
-            self._clear_gradient()
-        self._held = None
+        self._position = None
+
+    def drop_step(self) -> None:
+        """As :meth:`undo_step`, and discard its gradient, with what was added since."""
+        self._clear_gradient()
+        self.undo_step()
+        self._clear_gradient()
 
     def publish(self, job: str, in_flight: InFlight, switch: Callable[..., None]) -> protocol.AdapterRef:
         """Make the newest version the one on which new requests of ``job`` run, and running ones unless they finish on
         theirs: ``switch`` is :meth:`rookery.controller.rollout.scheduler.RolloutScheduler.switch`."""
-        self._references.publish(self._model, self.parent)
+        self._weights.publish(self._model, self.parent)
         if in_flight != "finish":
             switch(job, self.parent, recompute=in_flight == "recompute")
         return self.parent
 
     def offload(self) -> None:
         """Free the worker's slot: the next operation loads the parent again, and replays."""
-        self._held = None
+        self._position = None
         self._training.evict_policy(self._policy, offload=True)
 
     def forget(self) -> None:
@@ -245,7 +246,7 @@ class PolicyRun:
         here."""
         self._missing = ""
         self._log.clear()
-        self._held = None
+        self._position = None
         self._training.forget_policy(self._policy)
 
     async def _init(self, seed: int, source: protocol.AdapterRef | None) -> protocol.Manifest:
@@ -256,7 +257,7 @@ class PolicyRun:
         async def attempt(worker: Worker) -> protocol.OperationDone:
             operation = protocol.InitAdapter(
                 op=self._training.new_op(), policy=row.id, rank=row.rank, alpha=row.alpha, targets=list(row.targets),
-                seed=seed, source=self._training.pin(worker, source) if source is not None else None,
+                seed=seed, source=self._training.with_sources(worker, source) if source is not None else None,
             )  # fmt: skip
             return await self._training.uploading(worker, operation)
 
@@ -267,7 +268,7 @@ class PolicyRun:
 
     async def _renew(self) -> None:
         """Take a new lease, to commit a state other than the worker's: it loads the parent again and replays."""
-        self._held = None
+        self._position = None
         self._lease = await self._next_lease(self._policy)
 
     async def _replace(
@@ -277,7 +278,7 @@ class PolicyRun:
         ``uploaded`` is False for an artifact that a checkpoint names already."""
         step = self.versions.head.step if self.versions.head is not None else 0
         ref = await self._add_version(write, manifest, step, uploaded=uploaded)
-        self._references.settle(ref)
+        self._weights.settle(ref)
         self.forget()
         return ref
 
@@ -290,12 +291,12 @@ class PolicyRun:
 
     def _continue_from(self, ref: protocol.AdapterRef) -> None:
         """``ref`` is durable in the database: the next step begins from it."""
-        gone = self._stepped
+        gone, position = self._stepped, self._position
         del self._log[:gone]
-        if self._held is not None:
-            self._held.sent, self._held.applied = max(0, self._held.sent - gone), 0
-            self._held.worker.authorized.add(ref.hash)
-            self._held.worker.post(protocol.VersionCommitted(policy=self._policy, lease=self._lease, ref=ref))
+        if position is not None:
+            position.entries, position.steps = max(0, position.entries - gone), 0
+            position.worker.named_hashes.add(ref.hash)
+            position.worker.post(protocol.VersionCommitted(policy=self._policy, lease=self._lease, ref=ref))
 
     # --- the log ------------------------------------------------------------------------------------------------------
 
@@ -307,7 +308,7 @@ class PolicyRun:
     def _clear_gradient(self) -> None:
         if self.begun:
             del self._log[self._stepped :]
-            self._held = None
+            self._position = None
 
     async def _reading(self, operation: Awaitable[protocol.OperationDone]) -> protocol.OperationDone:
         """Await an operation that does not change the worker's state. If it is abandoned, that state is unknown."""
@@ -316,7 +317,7 @@ class PolicyRun:
         except TrainingFailed:
             raise
         except BaseException:
-            self._held = None
+            self._position = None
             raise
 
     async def _append(self, entry: ForwardRequest | OptimRequest, *, commit: bool = False) -> protocol.OperationDone:
@@ -336,58 +337,60 @@ class PolicyRun:
             raise
         return done[-1]
 
-    async def _catch_up(self, worker: Worker, *, commit: bool = False) -> tuple[Held, list[protocol.OperationDone]]:
-        """Carry out the rest of the log at ``worker``; its state then, and the answers."""
-        held = self._held
-        if held is None or held.worker is not worker:
-            self._held = None
+    async def _catch_up(
+        self, worker: Worker, *, commit: bool = False
+    ) -> tuple[LogPosition, list[protocol.OperationDone]]:
+        """Carry out the rest of the log at ``worker``; its position then, and the answers."""
+        position = self._position
+        if position is None or position.worker is not worker:
+            self._position = None
             self._lease = await self._next_lease(self._policy)
-            held = self._held = Held(worker)
+            position = self._position = LogPosition(worker)
         answers = []
         try:
-            while held.sent < len(self._log):
-                at = held.sent
+            while position.entries < len(self._log):
+                at = position.entries
                 entry = self._log[at]
                 if isinstance(entry, ForwardRequest):
-                    done = await self._forward(held, entry)
+                    done = await self._forward(position, entry)
                 elif commit and at + 1 == len(self._log):
-                    done = await self._training.uploading(worker, self._optim(held, entry))
+                    done = await self._training.uploading(worker, self._optim(position, entry))
                 else:
-                    done = await self._training.call(worker, self._optim(held, entry))
-                held.sent += 1
+                    done = await self._training.call(worker, self._optim(position, entry))
+                position.entries += 1
                 if isinstance(entry, OptimRequest):
-                    held.operations = 0
-                    held.applied += not done.metrics.get("skipped")
+                    position.operations = 0
+                    position.steps += not done.metrics.get("skipped")
                 answers.append(done)
         except BaseException:
-            self._held = None  # the worker's state is unknown now: load the parent and replay
+            self._position = None  # the worker's state is unknown now: load the parent and replay
             raise
-        return held, answers
+        return position, answers
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
-    async def _forward(self, held: Held, entry: ForwardRequest) -> protocol.OperationDone:
+    async def _forward(self, position: LogPosition, entry: ForwardRequest) -> protocol.OperationDone:
         """``entry`` on the policy's worker, and on others if it is divided: they have the committed parent, not the
         steps since."""
         helpers: list[Worker] = []
-        if self._trainers > 1 and not (entry.forward_only or entry.targets or held.applied):
-            helpers = self._training.helpers(self._policy, held.worker, self._model, self._trainers - 1)
+        if self._trainers > 1 and not (entry.forward_only or entry.targets or position.steps):
+            helpers = self._training.helpers(self._policy, position.worker, self._model, self._trainers - 1)
         if helpers:
             batches = split_batch(protocol.decode(protocol.batches, entry.batch), 1 + len(helpers))
             if len(batches) > 1:
                 shares = [replace(entry, batch=protocol.encode(batch), logprobs=False) for batch in batches]
-                return await self._divided(held, helpers, shares)
-        return await self._pass(held, entry)
+                return await self._divided(position, helpers, shares)
+        return await self._pass(position, entry)
 
     async def _divided(
-        self, held: Held, helpers: Sequence[Worker], shares: Sequence[ForwardRequest]
+        self, position: LogPosition, helpers: Sequence[Worker], shares: Sequence[ForwardRequest]
     ) -> protocol.OperationDone:
         """The first of ``shares`` on the policy's worker, the others on ``helpers``. The policy's worker adds the
         gradients of the others, and computes the shares that were lost."""
         first, rest, parent = shares[0], shares[1:], self.parent
         tasks = [asyncio.create_task(self._share(helper, share)) for helper, share in zip(helpers, rest, strict=False)]
         try:
-            done = await self._pass(held, first)
+            done = await self._pass(position, first)
             answers = [await task for task in tasks]
             lost = [share.batch for share, answer in zip(rest, answers, strict=True) if answer is None]
             exported = [answer for answer in answers if answer is not None]
@@ -395,7 +398,7 @@ class PolicyRun:
                 msgspec.structs.replace(parent, hash=answer.manifest.hash) for answer in exported if answer.manifest
             ]
             others = replace(first, batch=join_batches(lost))
-            last = await self._pass(held, others, gradients=refs)
+            last = await self._pass(position, others, gradients=refs)
             return msgspec.structs.replace(done, metrics=join_metrics([done, *exported, last]))
         finally:
             for task in tasks:
@@ -407,41 +410,41 @@ class PolicyRun:
     async def _share(self, helper: Worker, entry: ForwardRequest) -> protocol.OperationDone | None:
         """The gradient of ``entry`` on the parent, computed by ``helper`` and uploaded; None where it was lost."""
         with self._training.published_batch(entry.batch) as ticket:
-            return await self._training.export_gradient(helper, self._message(Held(helper), entry, ticket))
+            return await self._training.export_gradient(helper, self._message(LogPosition(helper), entry, ticket))
 
     async def _pass(
-        self, held: Held, entry: ForwardRequest, gradients: Sequence[protocol.AdapterRef] = ()
+        self, position: LogPosition, entry: ForwardRequest, gradients: Sequence[protocol.AdapterRef] = ()
     ) -> protocol.OperationDone:
         with self._training.published_batch(entry.batch) as ticket:
-            message = self._message(held, entry, ticket, gradients)
-            done = await self._training.call(held.worker, message, entry.targets)
-        held.operations += not entry.forward_only
+            message = self._message(position, entry, ticket, gradients)
+            done = await self._training.call(position.worker, message, entry.targets)
+        position.operations += not entry.forward_only
         return done
 
     def _message(
-        self, held: Held, entry: ForwardRequest, ticket: str, gradients: Sequence[protocol.AdapterRef] = ()
+        self, position: LogPosition, entry: ForwardRequest, ticket: str, gradients: Sequence[protocol.AdapterRef] = ()
     ) -> protocol.ForwardBackward:
         reference = entry.reference
         return protocol.ForwardBackward(
             batch_ticket=ticket, loss=entry.loss, temperature=entry.temperature, kl_weight=entry.kl_weight,
-            reference=self._training.pin(held.worker, reference) if reference is not None else None,
+            reference=self._training.with_sources(position.worker, reference) if reference is not None else None,
             forward_only=entry.forward_only, logprobs=entry.targets is not None or entry.logprobs,
-            gradients=[self._training.pin(held.worker, ref) for ref in gradients],
-            **self._target(held),
+            gradients=[self._training.with_sources(position.worker, ref) for ref in gradients],
+            **self._target(position),
         )  # fmt: skip
 
-    def _optim(self, held: Held, entry: OptimRequest) -> protocol.OptimStep:
-        return protocol.OptimStep(adam=entry.adam, scale=entry.scale, **self._target(held))
+    def _optim(self, position: LogPosition, entry: OptimRequest) -> protocol.OptimStep:
+        return protocol.OptimStep(adam=entry.adam, scale=entry.scale, **self._target(position))
 
-    def _target(self, held: Held) -> dict[str, Any]:
+    def _target(self, position: LogPosition) -> dict[str, Any]:
         """The fields that every operation has: a new id, and the state on which the worker must carry it out."""
         return {
             "op": self._training.new_op(),
             "tenant": self._row.tenant,
-            "weight": self._training.weights.get(self._row.tenant, 1.0),
+            "weight": self._training.tenant_shares.get(self._row.tenant, 1.0),
             "policy": self._policy,
             "lease": self._lease,
-            "parent": self._training.pin(held.worker, self.parent),
-            "steps": held.applied,
-            "operations": held.operations,
+            "parent": self._training.with_sources(position.worker, self.parent),
+            "steps": position.steps,
+            "operations": position.operations,
         }

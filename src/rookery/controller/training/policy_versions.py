@@ -1,7 +1,7 @@
 """The committed versions of one policy, of a job or of a client's training run.
 
 * A version exists here only after its artifact is durable and the database has committed it.
-* Versions that requests still use are pinned: retention keeps them. So is the version published in flight.
+* Retention keeps the versions that requests still use, and the version published in flight.
 * A policy that follows this one replies with an earlier version of it, which retention keeps, too
   (:meth:`PolicyVersions.followed`).
 * A job keeps the versions that its ``checkpoints`` section asks for and steps back from a corrupt head. A training run
@@ -27,7 +27,7 @@ from rookery.spec.job import CheckpointSpec
 from rookery.storage.models import PolicyRow, VersionRow
 from rookery.storage.repositories import jobs, sessions
 from rookery.storage.repositories import versions as version_rows
-from rookery.telemetry.spans import TraceSpan
+from rookery.telemetry.spans import SpanRing, TraceSpan
 
 log = logging.getLogger("rookery.controller.training.policy_versions")
 
@@ -36,6 +36,7 @@ class PolicyVersions:
     def __init__(
         self,
         services: Services,
+        spans: SpanRing,
         collector: ArtifactCollector,
         row: PolicyRow,
         checkpoints: CheckpointSpec | None = None,
@@ -44,10 +45,12 @@ class PolicyVersions:
         followers: Sequence[int] = (),
         keeps_first: bool = False,
     ) -> None:
-        """Without ``checkpoints`` only the head is kept. ``inflight`` is the version published in flight, ``reference``
-        the one that training compares with, if any: retention keeps both, with ``keeps_first`` also version 0, and what
-        the ``followers`` use: each is the number of steps after which one of them takes the newest version."""
+        """``spans`` records commits. Without ``checkpoints`` only the head is kept. ``inflight`` is the version
+        published in flight, ``reference`` the one that training compares with, if any: retention keeps both,
+        with ``keeps_first`` also version 0, and what the ``followers`` use: each is the number of steps after
+        which one of them takes the newest version."""
         self._services = services
+        self._spans = spans
         self._collector = collector
         self._checkpoints = checkpoints
         self._inflight = inflight
@@ -58,7 +61,8 @@ class PolicyVersions:
         """Versions whose bytes were found lost when a follower began: it takes later ones."""
         self.row = row
         self._versions: dict[int, VersionRow] = {}
-        self._pinned: Counter[int] = Counter()
+        self._users: Counter[int] = Counter()
+        """By version, the contexts of :meth:`using` that are open."""
         self.head: VersionRow | None = None
 
     async def load(self) -> None:
@@ -145,7 +149,7 @@ class PolicyVersions:
     def in_use(self) -> list[protocol.AdapterRef]:
         """References to the head, to the versions that followers use and to those that requests still use, oldest
         first."""
-        named = {version for version, users in self._pinned.items() if users} | self._followed()
+        named = {version for version, users in self._users.items() if users} | self._followed()
         if self.head is not None:
             named.add(self.head.version)
         return [self.ref(version) for version in sorted(named) if self._versions[version].kept]
@@ -208,13 +212,13 @@ class PolicyVersions:
         return self._versions.get(version)
 
     @contextmanager
-    def pinned(self, version: int) -> Iterator[protocol.AdapterRef]:
-        """Keep ``version`` available while the context is open."""
-        self._pinned[version] += 1
+    def using(self, version: int) -> Iterator[protocol.AdapterRef]:
+        """Within, retention keeps ``version``."""
+        self._users[version] += 1
         try:
             yield self.ref(version)
         finally:
-            self._pinned[version] -= 1
+            self._users[version] -= 1
 
     async def commit(
         self,
@@ -233,7 +237,7 @@ class PolicyVersions:
         self._versions[row.version] = self.head = row
         now, text = services.clock.time(), f"version {row.version} of {self.row.name}"
         owner = (self.row.tenant, self.row.job or "", self.row.id)
-        services.records.spans.add(TraceSpan("commit", now, now, "", *owner, text))
+        self._spans.add(TraceSpan("commit", now, now, "", *owner, text))
         return self.ref(row.version)
 
     async def publish_inflight(self, run: str) -> None:
@@ -254,7 +258,7 @@ class PolicyVersions:
         scores = {row.version: row.evaluation for row in kept}
         if not any(score is not None for score in scores.values()):  # the two do not compare: they are of other prompts
             scores |= training_rewards((row.parent, row.reward) for row in self._versions.values())
-        in_use = {version for version, users in self._pinned.items() if users} | self._held
+        in_use = {version for version, users in self._users.items() if users} | self._held
         going = versions_to_delete(
             {row.version: scores[row.version] for row in kept},
             keep_last=checkpoints.keep_last if checkpoints is not None else 1,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rookery.clock import Clock
 from rookery.controller.fleet.fleet import Fleet
@@ -28,22 +28,23 @@ class SlotHolder:
     session: str
     base_model: str
     run: PolicyRun
-    """A gradient that it has begun must be computed again after an offload."""
+    """Trains the policy. After an offload it computes a gradient that it had begun again."""
     busy: bool = False
     since: float = 0.0
     """When it was last busy (monotonic seconds)."""
-    waiting: asyncio.Future[None] | None = field(default=None)
+    waiting: asyncio.Future[None] | None = None
+    """Done when it has a slot; None unless it waits for one."""
 
 
 class TrainerSlots:
     """The slots of all training workers, by base model."""
 
     def __init__(
-        self, fleet: Fleet, settings: Settings, clock: Clock, weights: Mapping[str, float], patience: float
+        self, fleet: Fleet, settings: Settings, clock: Clock, tenant_shares: Mapping[str, float], patience: float
     ) -> None:
-        """``weights``: shares of tenants that have another one than 1. A model with an unfinished gradient keeps its
-        slot for ``patience`` seconds without a call while others wait."""
-        self._weights = weights
+        """``tenant_shares``: those of tenants that have another one than 1. A model with an unfinished gradient keeps
+        its slot for ``patience`` seconds without a call while others wait."""
+        self._tenant_shares = tenant_shares
         self._fleet = fleet
         self._settings = settings
         self._patience = patience
@@ -57,7 +58,7 @@ class TrainerSlots:
         if len(holders) > self._capacity(holder.base_model) and not holder.run.begun:
             self.release(holder)
         if holder.name not in holders:
-            queue = self._queues.setdefault(holder.base_model, FairQueue(self._weights))
+            queue = self._queues.setdefault(holder.base_model, FairQueue(self._tenant_shares))
             holder.waiting = asyncio.get_running_loop().create_future()
             queue.put(holder.tenant, holder.session, holder)
             self._admit(holder.base_model)
@@ -72,7 +73,7 @@ class TrainerSlots:
         holder.busy = True
 
     def idle(self, holder: SlotHolder) -> None:
-        """``holder`` has no operation now; its slot may go to a waiting policy."""
+        """``holder`` has no operation now: its slot may go to a waiting policy."""
         holder.busy = False
         holder.since = self._clock.monotonic()
         self._admit(holder.base_model)

@@ -1,27 +1,28 @@
 """Deletion of artifacts: the one answer to "may this artifact be deleted?".
 
 An artifact is deleted, here and at every worker, when no row of the database names it (a version, checkpoint, sampler
-or upload) and nothing in memory pins it:
+or upload) and nothing in memory references it:
 
-* a running request or a start from its weights pins the artifact that it reads (:meth:`ArtifactCollector.pin`),
-* an uploaded artifact is pinned until a version names it (:meth:`ArtifactCollector.hold`): equal content is one
-  artifact, so retention of one job must not delete the upload of another.
+* a running request, or a start from its weights, has a reference to the artifact that it reads
+  (:meth:`ArtifactCollector.referenced`),
+* an uploaded artifact has one until a version names it (:meth:`ArtifactCollector.hold`): equal content is one artifact,
+  so retention of one job must not delete the upload of another.
 
-A submitted row write runs even if its caller is cancelled. Whatever ends a pin or drops an upload after an error
+A submitted row write runs even if its caller is cancelled. Whatever ends a reference or drops an upload after an error
 follows, in the writer's line of the same tenant, every row write that its caller has submitted and that may name the
 artifact (:meth:`ArtifactCollector._after_writes`).
 
-Rows disappear in :meth:`ArtifactCollector.delete_unnamed`; an artifact that is pinned then is deleted when its last pin
-ends, and one whose place does not answer then by :meth:`ArtifactCollector.delete_left`. An upload that no version came
-to name is deleted by :meth:`ArtifactCollector.drop`. At the start of the service :meth:`ArtifactCollector.collect_all`
-deletes what a crash left behind, once nothing has named it for :data:`ORPHAN_KEEP_SECONDS`: the database may be an
-older copy for a moment.
+Rows disappear in :meth:`ArtifactCollector.delete_unnamed`; an artifact that is referenced then is deleted when its last
+reference ends, and one whose place does not answer then by :meth:`ArtifactCollector.delete_left`. An upload that no
+version came to name is deleted by :meth:`ArtifactCollector.drop`. At the start of the service
+:meth:`ArtifactCollector.collect_all` deletes what a crash left behind, once nothing has named it for
+:data:`ORPHAN_KEEP_SECONDS`: the database may be an older copy for a moment.
 
-No transaction can come to name an artifact that is being deleted. Its bytes are deleted in the thread of transfers,
+No transaction can come to name an artifact that is being deleted. Its bytes are deleted in a thread of transfers,
 which may wait for a network, after a transaction has found that no row names it. A row can come to name an artifact
-only where another row does, or after an upload, which is pinned before it is stored (:meth:`ArtifactCollector.commit`),
-and not during a deletion. A service that lost its database to another one deletes nothing: its transactions are
-refused.
+only where another row does, or after an upload, which is referenced before it is stored
+(:meth:`ArtifactCollector.commit`), and not during a deletion. A service that lost its database to another one deletes
+nothing: its transactions are refused.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from rookery import protocol
 from rookery.aio import BackgroundTasks
@@ -54,26 +56,27 @@ if nothing names it still: a service that was started once with an old copy of i
 
 class ArtifactCollector:
     def __init__(self, store: Store, artifacts: Artifacts, weight_store: WeightStore) -> None:
-        self.pins: Counter[str] = Counter()
-        """Readers and uploads by the hash of the artifact that they need."""
+        self.references: Counter[str] = Counter()
+        """The number of readers and uploads, by the hash of the artifact that they need."""
         self.deferred: set[str] = set()
-        """Artifacts that nothing names any more and that are pinned: the end of the last pin deletes them."""
+        """Artifacts that no row names any more and that are referenced: the end of the last reference deletes them."""
         self.left: set[str] = set()
         """Artifacts that nothing named, and whose deletion has not succeeded yet."""
         self._store = store
         self._artifacts = artifacts
         self._weight_store = weight_store
         self._lock = threading.Lock()
-        """Guards ``pins``, ``deferred`` and ``left``: the event loop and threads change them."""
+        """Guards ``references``, ``deferred`` and ``left``: the event loop and threads change them."""
         self._ends = BackgroundTasks()
-        """Ends of pins and drops of uploads that wait for row writes."""
-        self._deletion = threading.RLock()
-        """Held from the check whether an artifact may be deleted to its deletion, which may wait for a network."""
+        """Ends of references and drops of uploads that wait for row writes."""
+        self._deletions: WeakValueDictionary[str, AbstractContextManager[object]] = WeakValueDictionary()
+        """By hash: held from the check whether the artifact may be deleted to its deletion, which may wait for a
+        network. A lock lives as long as a thread holds it or waits for it."""
 
-    # --- pins ---------------------------------------------------------------------------------------------------------
+    # --- references ---------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def pin(self, ref: protocol.AdapterRef | None) -> AsyncIterator[None]:
+    async def referenced(self, ref: protocol.AdapterRef | None) -> AsyncIterator[None]:
         """The artifact of ``ref`` is not deleted within: its request may have to move to a worker that must pull it."""
         if ref is None:
             yield
@@ -81,18 +84,18 @@ class ArtifactCollector:
         self.hold(ref.hash)
         try:
             yield
-        except BaseException:  # nobody waits for the end of the pin: a cancelled request ends at once
-            self._ends.start(self._after_writes(partial(self._unpin_late, ref.hash)))
+        except BaseException:  # nobody waits for the end of the reference: a cancelled request ends at once
+            self._ends.start(self._after_writes(partial(self._end_reference_late, ref.hash)))
             raise
-        await self._unpin(ref.hash)
+        await self._end_reference(ref.hash)
 
-    async def _unpin(self, digest: str) -> None:
+    async def _end_reference(self, digest: str) -> None:
         if self._release(digest):
             await self.delete_unnamed(versions.unnamed, digest)
 
-    async def _unpin_late(self, digest: str) -> None:
+    async def _end_reference_late(self, digest: str) -> None:
         with suppress(StorageFull, Unavailable, OSError):  # it was reported, and is deleted later
-            await self._unpin(digest)
+            await self._end_reference(digest)
 
     @asynccontextmanager
     async def storing(self, staging: Staging) -> AsyncIterator[protocol.Manifest]:
@@ -137,14 +140,14 @@ class ArtifactCollector:
         return await asyncio.shield(self._ends.start(run()))
 
     def hold(self, digest: str) -> None:
-        """Pin an artifact until :meth:`named` or :meth:`drop`."""
+        """Reference an artifact until :meth:`named` or :meth:`drop`."""
         with self._lock:
-            self.pins[digest] += 1
+            self.references[digest] += 1
 
     def commit(self, staging: Staging) -> protocol.Manifest:
-        """Store an upload; it is pinned, and durable when this returns. Runs in :meth:`Store.transfer`."""
+        """Store an upload; it is referenced, and durable when this returns. Runs in :meth:`Store.transfer`."""
         digest = staging.manifest().hash
-        with self._deletion:
+        with self._deletion(digest):
             self.hold(digest)
         try:
             return staging.commit()
@@ -153,19 +156,19 @@ class ArtifactCollector:
             raise
 
     def named(self, digest: str) -> None:
-        """A version or an upload names the artifact now: end its pin."""
+        """A version or an upload names the artifact now: end its reference."""
         if self._release(digest):
             self._leave([digest])  # perhaps it failed to
 
     async def drop(self, policy: str, digest: str) -> None:
-        """End the pin of an artifact that was uploaded for ``policy`` and, as far as known, never named; delete it if
-        so. Where that cannot be established, it stays until the next start."""
+        """End the reference to an artifact that was uploaded for ``policy`` and, as far as known, never named; delete
+        it if so. Where that cannot be established, it stays until the next start."""
         await self._after_writes(lambda: self._store.transfer(self.drop_unwritten, policy, digest))
 
     def drop_unwritten(self, policy: str, digest: str) -> None:
         """As :meth:`drop`, in :meth:`Store.transfer`, where no row write was submitted that may name the artifact."""
         try:
-            with self._deletion:
+            with self._deletion(digest):
                 self._release(digest)
                 self._delete(digest, lambda: self._store.database.write(versions.names, policy, digest))
         except (StorageFull, Unavailable, OSError) as error:  # the error that ended the step is the one to report
@@ -173,12 +176,12 @@ class ArtifactCollector:
                         extra={"policy": policy})  # fmt: skip
 
     def _release(self, digest: str) -> bool:
-        """Whether that was the last pin of an artifact whose deletion was deferred."""
+        """Whether that was the last reference to an artifact whose deletion was deferred."""
         with self._lock:
-            self.pins[digest] -= 1
-            if self.pins[digest]:
+            self.references[digest] -= 1
+            if self.references[digest]:
                 return False
-            del self.pins[digest]
+            del self.references[digest]
             deferred = digest in self.deferred
             self.deferred.discard(digest)
             return deferred
@@ -235,19 +238,24 @@ class ArtifactCollector:
             log.info("deleted artifact %s, which no commit names", digest)
 
     def _delete(self, digest: str, named: Callable[[], bool]) -> bool:
-        """Whether the artifact was deleted: not while it is pinned or ``named()``. Its pins are looked at first: the
-        pin of an upload ends after something names it."""
-        with self._deletion:
+        """Whether the artifact was deleted: not while it is referenced or ``named()``. References are looked at
+        first: that of an upload ends after something names it."""
+        with self._deletion(digest):
             with self._lock:
-                if pinned := digest in self.pins:
+                if referenced := digest in self.references:
                     self.deferred.add(digest)
-            deleted = not pinned and not named()
+            deleted = not referenced and not named()
             if deleted:
                 self._leave([digest])  # until it is
                 self._artifacts.delete(digest)
             with self._lock:
                 self.left.discard(digest)
             return deleted
+
+    def _deletion(self, digest: str) -> AbstractContextManager[object]:
+        """The lock of the artifact's deletion; a thread may hold it several times."""
+        with self._lock:
+            return self._deletions.setdefault(digest, threading.RLock())
 
     def _leave(self, hashes: Iterable[str]) -> None:
         """Nothing may name these any more."""

@@ -1,7 +1,8 @@
 """Permissions to read or write bytes over HTTP: short-lived tickets for named bytes, and the read keys of workers.
 
 * A download ticket lets anybody who has the link read the adapter of one artifact, by an HMAC under this process's
-  secret. Workers read artifacts without one, by their read keys (:class:`ReadKeys`).
+  secret. It names the tenant that asked for it, in whose name it is read. Workers read artifacts without one, by their
+  read keys (:class:`ReadKeys`).
 * A published batch stays in memory, for the worker that has its ticket, until it is retracted.
 * An upload ticket names one staging folder of the artifact store, until its operation ends.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import hmac
+import json
 import secrets
 from collections.abc import Callable
 
@@ -38,20 +40,21 @@ class Tickets:
         self._batches: dict[str, bytes] = {}
         self._uploads: dict[str, Staging] = {}
 
-    def grant(self, digest: str) -> str:
-        """A ticket that downloads the artifact ``digest`` until it expires."""
+    def grant(self, tenant: str, digest: str) -> str:
+        """A ticket that downloads the artifact ``digest`` in the tenant's name until it expires."""
         until = str(int(self._clock.time() + self._seconds))
-        return f"{until}.{self._sign(digest, until)}"
+        return f"{until}.{self._sign(tenant, digest, until)}.{tenant}"
 
-    def reads(self, ticket: str, digest: str) -> bool:
-        """Whether ``ticket`` downloads the artifact ``digest`` now."""
-        until, _, signature = ticket.partition(".")
-        if not hmac.compare_digest(signature.encode(), self._sign(digest, until).encode()):
-            return False
-        return int(until) >= self._clock.time()  # a number: this process wrote it
+    def reader(self, ticket: str, digest: str) -> str | None:
+        """The tenant in whose name ``ticket`` downloads the artifact ``digest`` now; None for any other ticket."""
+        until, _, rest = ticket.partition(".")
+        signature, _, tenant = rest.partition(".")
+        if not hmac.compare_digest(signature.encode(), self._sign(tenant, digest, until).encode()):
+            return None
+        return tenant if int(until) >= self._clock.time() else None  # a number: this process wrote it
 
-    def _sign(self, digest: str, until: str) -> str:
-        return hmac.digest(self._secret, f"{digest}.{until}".encode(), "sha256").hex()
+    def _sign(self, *signed: str) -> str:
+        return hmac.digest(self._secret, json.dumps(signed).encode(), "sha256").hex()
 
     def _new(self) -> str:
         return base64.urlsafe_b64encode(self._random_bytes(24)).decode()

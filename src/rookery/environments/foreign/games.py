@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
-from rookery.bounds import SETTINGS, JsonSize, Name, Text
+from rookery.bounds import SETTINGS, GivenModel, JsonSize, Name, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
 from rookery.environments.foreign.pool import LibraryProcesses
 from rookery.environments.foreign.process import (
@@ -95,7 +95,7 @@ def check_argument(value: Any, depth: int = 0) -> None:
             raise ValueError("texts of letters, digits, blanks, _ and -, numbers, and lists and objects of these")
 
 
-class GameOptions(BaseModel):
+class GameOptions(GivenModel):
     """Options that both libraries have."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

@@ -93,7 +93,8 @@ class Gymnasium:
         self.first = int(space.start) if count else 0
         self.actions = given["actions"] or [str(self.first + number) for number in range(count)]
         names = "|".join(re.escape(name) for name in sorted(self.actions, key=len, reverse=True))
-        self.pattern = re.compile(rf"(?<![\w-])(?:{names})(?![\w-])", re.IGNORECASE)
+        # no part of another word, nor of a number: 1 is in neither -1 nor 0.1
+        self.pattern = re.compile(rf"(?<![\w\u2212-])(?<!\d[.,])(?:{names})(?![\w-])(?![.,]\d)", re.IGNORECASE)
         self.numbers = {name.casefold(): self.first + number for number, name in enumerate(self.actions)}
         self.choices = f"Reply with one of: {', '.join(self.actions)}." if self.actions else ""
 

@@ -70,6 +70,11 @@ class LibraryPool:
         with self._changed:
             return list(self._running())
 
+    def waiting(self) -> int:
+        """The episodes that wait for the place of another environment's process."""
+        with self._changed:
+            return sum(request.owner not in self._starting for request in self._waiting)
+
     def ask(self, owner: LibraryProcesses) -> ProcessRequest:
         """Ask for the owner's process, for one more episode. It is answered at once where it runs."""
         request = ProcessRequest(owner, calling_tenant.get())

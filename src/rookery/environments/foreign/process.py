@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.errors import UserError, short
+from rookery.folders import temporary_file
 
 START_SECONDS = 600.0
 """Longest time from the start of a process until it is ready. A package that loads a data set for the first time takes
@@ -84,6 +85,7 @@ class LibraryProcess:
         self._library = library
         binaries = str(Path(python).parent)  # with programs that the library starts
         environment = inherited(os.environ)
+        temporary_file().close()  # the process works in a temporary folder
         environment["PATH"] = f"{binaries}:{os.environ.get('PATH', '/usr/bin:/bin')}"
         try:
             self._process = subprocess.Popen(

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
-from rookery.bounds import INTEGER, JsonSize, Line, Name
+from rookery.bounds import INTEGER, GivenModel, JsonSize, Line, Name
 from rookery.environments.base import Environment, Reply, Split, Step
 from rookery.environments.foreign.pool import LibraryProcesses
 from rookery.environments.foreign.process import (
@@ -61,7 +61,7 @@ def require_verifiers() -> Installed:
     return _installed
 
 
-class VerifiersOptions(BaseModel):
+class VerifiersOptions(GivenModel):
     """Options of ``{id: verifiers}``: tasks and rewards of an environment package for verifiers 0.4 that the
     administrator has installed. The environment drives: it calls the policy as often as it likes, at most `max_turns`
     times, and each of its replies is trained on. Metrics: the environment's, and `reward_NAME` for each of its

@@ -415,7 +415,7 @@ def played(job: dict[str, Any], namespace: dict[str, Any]) -> int:
     os.write(3, b"ran\n")
     with open(4, "rb", closefd=False) as end:
         checks = json.loads(end.read())
-    return checked(checks, module.__dict__)
+    return checked(checks, module.__dict__, os.path.join(BOX, job["path"]))
 
 
 def write_file(path: str, text: str) -> None:
@@ -424,12 +424,16 @@ def write_file(path: str, text: str) -> None:
         file.write(text)
 
 
-def guarded(text: str, path: str, namespace: dict[str, Any]) -> int:
-    """Runs a text as a program; its exit code, as the interpreter gives it."""
+def guarded(text: str, path: str, namespace: dict[str, Any], *, check: bool = False) -> int:
+    """Runs a text as a program; its exit code, as the interpreter gives it. A check that exits has not come to its end:
+    it fails whatever the code is."""
     linecache.cache[path] = (len(text), None, text.splitlines(True), path)
     try:
         exec(compile(text, path, "exec", dont_inherit=True), namespace)
     except SystemExit as end:
+        if check:
+            print("SystemExit: the code exits within a check", file=sys.stderr)
+            return 1
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 255
         print(end.code, file=sys.stderr)
@@ -444,7 +448,7 @@ def guarded(text: str, path: str, namespace: dict[str, Any]) -> int:
     return 0
 
 
-def checked(checks: dict[str, Any], namespace: dict[str, Any]) -> int:
+def checked(checks: dict[str, Any], namespace: dict[str, Any], code_file: str) -> int:
     secret = checks["secret"].encode()
 
     def report(**said: Any) -> None:
@@ -452,7 +456,7 @@ def checked(checks: dict[str, Any], namespace: dict[str, Any]) -> int:
 
     worst = 0
     for number, text in enumerate(checks.get("asserts", ())):
-        code = guarded(text, f"test {number + 1}", namespace)
+        code = guarded(text, f"test {number + 1}", namespace, check=True)
         worst = worst or code
         report(check=number, passed=not code)
     if "call" in checks:
@@ -468,15 +472,51 @@ def checked(checks: dict[str, Any], namespace: dict[str, Any]) -> int:
         except BaseException as error:
             traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
             return 1
-    for number, passed in enumerate(suite(checks["files"]) if "files" in checks else ()):
+    for number, passed in enumerate(suite(checks["files"], checks["scripts"], code_file) if "files" in checks else ()):
         worst = worst or (not passed)
         report(check=number, passed=passed)
     report(done=True)
     return int(worst)
 
 
-def suite(files: Mapping[str, str]) -> Iterator[bool]:
-    """Whether each test in these files passes: those of unittest, and functions without arguments named ``test…``."""
+class TestRun(unittest.TestResult):
+    """The end of one test. A skip that comes out of the judged file is a failure."""
+
+    def __init__(self, code_file: str) -> None:
+        super().__init__()
+        self.code_file = os.path.abspath(code_file)
+        self.ended = False
+        """It came to its end as it should."""
+
+    def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802
+        self.ended = True
+
+    def addExpectedFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
+        self.ended = True
+
+    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:  # noqa: N802
+        super().addSubTest(test, subtest, err)
+        self.ended = self.ended or err is None
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802
+        super().addSkip(test, reason)
+        error = sys.exc_info()  # none where a decorator skips the test
+        if error[0] is not None and any(
+            os.path.abspath(frame.f_code.co_filename) == self.code_file for frame, _ in traceback.walk_tb(error[2])
+        ):
+            self.addFailure(test, error)
+
+    @property
+    def passed(self) -> bool | None:
+        """None for a test that its file skips."""
+        if self.errors or self.failures:
+            return False
+        return True if self.ended else None if self.skipped else False
+
+
+def suite(files: Mapping[str, str], scripts: Sequence[str], code_file: str) -> Iterator[bool]:
+    """Whether each test in these files passes: those of unittest, and functions without arguments named ``test…``. One
+    of the ``scripts`` without either is one test."""
     for path, text in files.items():
         write_file(path, text)
     for path in files:
@@ -493,13 +533,28 @@ def suite(files: Mapping[str, str]) -> Iterator[bool]:
             traceback.print_exception(type(error), error, error.__traceback__)
             yield False
             continue
-        for test in tests_of(module):
-            result = unittest.TestResult()
+        tests = list(tests_of(module))
+        if not tests and path in scripts:
+            yield True
+        for test in tests:
+            if unawaited(test):
+                print(f"{test.id()} is a coroutine or a generator, which does not run as a test", file=sys.stderr)
+                yield False
+                continue
+            result = TestRun(code_file)
             test.run(result)
             for _, story in result.errors + result.failures:
                 print(story, file=sys.stderr)
-            if not result.skipped:
-                yield result.wasSuccessful() and bool(result.testsRun)
+            if result.passed is not None:
+                yield result.passed
+
+
+def unawaited(test: unittest.TestCase) -> bool:
+    """Whether a call of the test runs nothing of it."""
+    function = getattr(test, "_testFunc", None) or getattr(test, test.id().rpartition(".")[2], None)
+    if inspect.iscoroutinefunction(function):
+        return not isinstance(test, unittest.IsolatedAsyncioTestCase)
+    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
 
 
 def tests_of(module: ModuleType) -> Iterator[unittest.TestCase]:

@@ -33,6 +33,7 @@ from rookery.environments.sandbox import seccomp
 from rookery.environments.sandbox.confined import WALL
 from rookery.environments.warm_processes import WarmProcesses
 from rookery.errors import UserError, short
+from rookery.folders import temporary_file, temporary_folder
 
 Isolation = Literal["bubblewrap", "gvisor"]
 
@@ -90,13 +91,15 @@ class Program:
     path: str = "reply.py"
     """The name of the code in tracebacks."""
     asserts: Sequence[str] = ()
-    """Checks: each is Python that runs in the code's module, and passes unless it raises."""
+    """Checks: each is Python that runs in the code's module, and passes unless it raises or exits."""
     call: str = ""
     """A check: the function of the code that is called, with ``arguments``; its result, as JSON, is the value."""
     arguments: Sequence[Any] = ()
     tests: Mapping[str, str] = field(default_factory=dict)
     """Checks: files of tests by their path, of which ``test*.py`` run: classes of unittest, and functions ``test*``
-    without arguments."""
+    without arguments. A skip that comes out of the file ``path`` is a failure."""
+    scripts: Sequence[str] = ()
+    """Paths of tests that check while they are loaded: each is one check where it has no other test."""
 
     def checks(self) -> dict[str, Any]:
         """The checks as the confinement gets them; empty without any."""
@@ -106,7 +109,7 @@ class Program:
         if self.call:
             found |= {"call": self.call, "arguments": list(self.arguments)}
         if self.tests:
-            found["files"] = dict(self.tests)
+            found |= {"files": dict(self.tests), "scripts": list(self.scripts)}
         return found
 
 
@@ -244,12 +247,12 @@ class _Confinement:
             "prelude": prelude,
         }
         inside = [_interpreter(), "-I", "-S", "-B", "-c", source, json.dumps(configuration)]
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._errors = temporary_file()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if isolation == "bubblewrap":
             command = [program, *_bubblewrap(paths, root), "--", *inside]
         else:
-            self._folder = tempfile.TemporaryDirectory(prefix="rookery-sandbox-")
+            self._folder = temporary_folder("rookery-sandbox-")
             command = [program, *_gvisor(Path(self._folder.name), inside, paths, name)]
         self._process = subprocess.Popen(
             command,

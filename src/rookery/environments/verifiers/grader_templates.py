@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from rookery.spec.values import unique_fields
+
 TEMPLATE = 20_000
 """Characters of a grader's text."""
 
@@ -37,9 +39,11 @@ def item_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sample_of(text: str) -> dict[str, Any]:
-    """The reply as templates see it."""
+    """The reply as templates see it. Values that no text or message can hold, such as NaN and half of a character, are
+    no JSON, and neither is an object with two values of one field."""
     try:
-        parsed = json.loads(text)
+        parsed = json.loads(text, object_pairs_hook=unique_fields)
+        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         parsed = None
     return {"output_text": text, "output_json": parsed}

@@ -27,6 +27,8 @@ from rookery.environments.verifiers.running_graders import (
     PythonGrader,
     ScoreModel,
 )
+from rookery.errors import short
+from rookery.spec.values import Rounded
 
 GRADERS = 32
 """Graders in a ``multi``."""
@@ -129,10 +131,11 @@ class Graded:
     """The errors of Python and of models, which count as 0."""
 
 
-def grade(grader: OneGrader, text: str, item: Mapping[str, Any], tools: GraderTools) -> Graded:
-    """The value of a reply; ``item`` is its row. Raises
-    :class:`~rookery.environments.verifiers.running_graders.ModelSilent` where a model does not answer."""
-    sample = sample_of(text)
+def grade(grader: OneGrader, text: str | None, item: Mapping[str, Any], tools: GraderTools) -> Graded:
+    """The value of a reply; ``item`` is its row. A reply without the judged part, None, earns nothing, or less where an
+    empty one does. Raises :class:`~rookery.environments.verifiers.running_graders.ModelSilent` where a model does not
+    answer."""
+    sample = sample_of(text or "")
     parts: dict[str, float] = {}
     failures: list[GraderFailed] = []
 
@@ -153,6 +156,8 @@ def grade(grader: OneGrader, text: str, item: Mapping[str, Any], tools: GraderTo
             value = value_of(grader)
     except ValueError as raised:
         value, error = 0.0, str(raised)
+    if text is None:
+        value, parts = min(0.0, value), {name: min(0.0, part) for name, part in parts.items()}
     return Graded(value, parts, error or "; ".join(map(str, failures)), tuple(failures))
 
 
@@ -173,13 +178,19 @@ def named_models(verifier: Any) -> list[str]:
 
 
 def check_item(grader: OneGrader, item: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` for a row without a field that a template names."""
+    """Raises ``ValueError`` for a row without a field that a template names, or with a number there that loses digits
+    as a text."""
     for template in grader.templates():
         for path in paths(template):
             root, *steps = path
-            if root == "item" and found(item, steps) is None:
-                shown = "item" + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+            value = found(item, steps) if root == "item" else ""
+            shown = "item" + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+            if value is None:
                 raise ValueError(f"the grader names {shown}, which the row does not have")
+            if isinstance(value, Rounded):
+                raise ValueError(
+                    f"{shown} is {short(value.written)}, which would become {value!r} in this row; quote it, as a text"
+                )
     for one in single(grader):
         contains = isinstance(one, StringCheck) and one.operation in ("like", "ilike")
         if contains and _is_empty(one.reference, item):

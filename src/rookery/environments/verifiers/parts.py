@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-from rookery.bounds import Name
+from rookery.bounds import GivenModel, Name
 
 THINKING, THINKING_END = "<think>", "</think>"
 """The tags around the thinking of most models that think."""
 
 
-class ReplyPart(BaseModel):
+class ReplyPart(GivenModel):
     """Options that separate the answer from the rest of a reply, such as a model's thinking."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     skips_thinking: ClassVar[bool] = True
     """Whether thinking that a reply marks is left out without ``after``."""
@@ -67,9 +67,9 @@ def spoken(text: str, raw: str = "", special: Sequence[str] = ()) -> str | None:
 
 
 def _after_thinking(whole: str) -> str | None:
-    if THINKING_END in whole:
-        return whole.rpartition(THINKING_END)[2]
-    return None if whole.lstrip().startswith(THINKING) else whole
+    """None where the last thinking has no end, wherever it begins."""
+    rest = whole.rpartition(THINKING_END)[2]
+    return None if THINKING in rest else rest
 
 
 def _without(special: Sequence[str], part: str | None) -> str | None:

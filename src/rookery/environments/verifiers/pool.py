@@ -32,9 +32,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
-from rookery.children import add_child_seconds, interpreter
+from rookery.children import add_child_seconds, child_variables, interpreter
 from rookery.environments.verifiers.expressions import (
     as_written,
     reply_latex,
@@ -66,6 +66,10 @@ LONG_SECONDS, LOWEST_PRIORITY = 0.5, 19
 NEXT_FORK = 75
 """Exit code of a fork that has answered its only question."""
 
+ANSWER = "\x1e"
+"""Begins each answer of a child, and is nowhere within one: JSON escapes it. Whatever else comes first, such as a line
+that the ``usercustomize`` of somebody's Python prints, is no answer."""
+
 
 class VerifierTimeout(Exception):
     """A score exceeded its limit."""
@@ -90,8 +94,9 @@ class VerifierPool:
         limit: float = LIMIT_SECONDS,
         module: str = MODULE,
         children: int = MAX_CHILDREN,
+        wall_seconds: float = WALL_SECONDS,
     ) -> None:
-        self._limit = limit
+        self._limit, self._wall_seconds = limit, wall_seconds
         command = interpreter(module, str(limit), scorer, *arguments)
         self._children = WarmProcesses(lambda: _Child(scorer, command), children)
 
@@ -103,7 +108,7 @@ class VerifierPool:
             asked = {"question": question, "limit": limit, "memory": memory}
             began, most = time.monotonic(), limit or self._limit
             try:
-                answer = child.ask(asked, WALL * most + WALL_SECONDS)
+                answer = child.ask(asked, WALL * most + self._wall_seconds)
             except RuntimeError:  # how much it took is not known
                 add_child_seconds(min(time.monotonic() - began, most))
                 raise
@@ -131,8 +136,9 @@ class _Child:
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
+            errors="replace",
             start_new_session=True,
-            env={name: value for name, value in os.environ.items() if not name.startswith("ROOKERY_")},
+            env=child_variables({name: text for name, text in os.environ.items() if not name.startswith("ROOKERY_")}),
         )
         self._kill = weakref.finalize(self, _kill, self._process)
         self.used = time.monotonic()
@@ -156,7 +162,7 @@ class _Child:
         try:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+            answer = _next_answer(self._process.stdout)
         except BrokenPipeError:
             answer = ""
         finally:
@@ -181,6 +187,14 @@ class _Child:
         self._process.stdin.close()
         self._process.wait()
         self._kill()
+
+
+def _next_answer(output: IO[str]) -> str:
+    """Empty where the output ends."""
+    for line in iter(output.readline, ""):
+        if ANSWER in line:
+            return line.rpartition(ANSWER)[2]
+    return ""
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
@@ -217,7 +231,7 @@ def serve(
         if code >= 0:
             sys.exit(f"the scoring process ended with {code}" if code else 0)
         ended = {"timeout": limit} if code == -signal.SIGPROF else {"error": signal.strsignal(-code) or str(code)}
-        print(json.dumps({**ended, "seconds": used}), file=answers, flush=True)
+        print(ANSWER + json.dumps({**ended, "seconds": used}), file=answers, flush=True)
     _confine(opens_nothing)
     signal.signal(signal.SIGVTALRM, _yield_processor)
     while line := sys.stdin.readline():
@@ -234,7 +248,7 @@ def serve(
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         answer["seconds"] = time.process_time() - began
-        print(json.dumps(answer), file=answers, flush=True)
+        print(ANSWER + json.dumps(answer), file=answers, flush=True)
         if one_question or answer["seconds"] > LONG_SECONDS:
             os._exit(NEXT_FORK)
 

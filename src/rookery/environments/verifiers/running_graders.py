@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from rookery.bounds import INTEGER, Line, Name
+from rookery.bounds import INTEGER, GivenModel, Line, Name
 from rookery.environments.models import Ask, ModelQuestion
 from rookery.environments.sandbox.sandbox import Program, ProgramLimits, Sandbox, SandboxError
 from rookery.environments.verifiers.grader_templates import Sample, Template, rendered
-from rookery.environments.verifiers.parts import THINKING_END
+from rookery.environments.verifiers.json_objects import objects
+from rookery.environments.verifiers.parts import THINKING, THINKING_END
 from rookery.errors import UserError, short
+from rookery.spec.values import unique_fields
 
 SOURCE = 256 << 10
 """Characters of a Python grader, as in OpenAI's API."""
@@ -30,6 +32,9 @@ PYTHON_LIMITS = ProgramLimits(seconds=10.0, memory=512 << 20)
 
 MESSAGES, LABELS = 32, 100
 """Messages and labels of a model grader."""
+
+OBJECTS_TRIED = 32
+"""Places of a model's answer where a JSON object may begin that are tried."""
 
 ANSWER_TOKENS = 1024
 """Most tokens of a model's judgement; without ``max_completions_tokens`` a quarter of them."""
@@ -57,10 +62,10 @@ class ModelSilent(UserError):
     """The model of a grader does not answer: the reply has no value."""
 
 
-class AnyGraderType(BaseModel):
+class AnyGraderType(GivenModel):
     """The interface of all graders."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: Name = "grader"
 
@@ -145,14 +150,14 @@ def _finite(value: Any, said: str, kind: str) -> float:
 # --- models that judge ------------------------------------------------------------------------------------------------
 
 
-class TextContent(BaseModel):
+class TextContent(GivenModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["input_text", "output_text"]
     text: Template
 
 
-class GraderMessage(BaseModel):
+class GraderMessage(GivenModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     role: Literal["user", "assistant", "system", "developer"]
@@ -164,10 +169,10 @@ class GraderMessage(BaseModel):
         return [part if isinstance(part, str) else part.text for part in parts]
 
 
-class JudgeSampling(BaseModel):
+class JudgeSampling(GivenModel):
     """How the judgement is sampled."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_completions_tokens: int | None = Field(None, ge=1, le=ANSWER_TOKENS)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -240,6 +245,9 @@ class ScoreModel(ModelGrader):
     def value(self, sample: Sample, item: Mapping[str, Any], tools: GraderTools) -> float:
         sampling = self.sampling_params or JudgeSampling()
         given = self.answer(sample, item, tools, "result", {"type": "number"}, sampling)
+        if isinstance(given, bool):
+            said = f"the model gave the score {json.dumps(given)}, not a number"
+            raise GraderFailed("model_grader_parse_error", said)
         number = _finite(given, "the model gave the score", "model_grader_parse_error")
         low, high = self.range or (0.0, 1.0)
         return min(high, max(low, number))
@@ -270,16 +278,9 @@ class LabelModel(ModelGrader):
 
 
 def _field_of(text: str, field: str) -> Any:
-    """The value of a field in the first JSON object of a text that has it; None without one."""
-    decoder, at = json.JSONDecoder(), text.find("{")
-    for _ in range(MESSAGES):
-        if at < 0:
-            break
-        try:
-            found, _ = decoder.raw_decode(text, at)
-            if isinstance(found, dict) and field in found:
-                return found[field]
-        except (ValueError, RecursionError):
-            pass
-        at = text.find("{", at + 1)
+    """The value of a field in the first JSON object of a text that has it; None without one, and where thinking begins
+    outside it, which has no end."""
+    for found, start, end in objects(text, json.JSONDecoder(object_pairs_hook=unique_fields), OBJECTS_TRIED):
+        if field in found:
+            return None if THINKING in text[:start] + text[end:] else found[field]
     return None

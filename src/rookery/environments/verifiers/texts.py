@@ -37,6 +37,11 @@ def visible(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text.translate(SHAPELESS)).split())
 
 
+def is_blank(text: str) -> bool:
+    """Whether a reader sees nothing of a text. Looks no further than its first visible character."""
+    return all(char.isspace() or ord(char) in SHAPELESS for char in text)
+
+
 def folded(text: str) -> str:
     """The visible form without a difference between capital and small letters."""
     return visible(visible(text).casefold())

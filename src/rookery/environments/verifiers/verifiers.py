@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import decimal
 import importlib.util
-import itertools
 import json as json_module
 import logging
 import math as math_module
@@ -20,12 +19,13 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 import regex
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from rookery.bounds import METRICS, NAME, Integer, Line, Name, SmallJson
+from rookery.bounds import METRICS, NAME, GivenModel, Integer, Line, Name, SmallJson
 from rookery.environments.judges import require_judge
 from rookery.environments.models import Ask
 from rookery.environments.sandbox.rows import code_of, task_of
@@ -33,8 +33,9 @@ from rookery.environments.sandbox.rows import score as code_score
 from rookery.environments.sandbox.sandbox import ProgramLimits, Sandbox
 from rookery.environments.verifiers.constants import LISTED, best_of, densest, example, most_common, shortened, spread
 from rookery.environments.verifiers.expressions import gold_latex
-from rookery.environments.verifiers.grader_templates import item_of
+from rookery.environments.verifiers.grader_templates import item_of, paths
 from rookery.environments.verifiers.graders import AnyGrader, check_item, check_templates, grade, single
+from rookery.environments.verifiers.json_objects import objects
 from rookery.environments.verifiers.numbers import numbers, plain_number
 from rookery.environments.verifiers.parts import ReplyPart
 from rookery.environments.verifiers.pool import VerifierError, VerifierPool, VerifierTimeout
@@ -63,10 +64,14 @@ well within the limit of a score), and answers read at all. An answer past these
 _READABLE = re.compile(r"\\boxed\{-?(?:\d+(?:\.\d+)?|\d+/[1-9]\d*|\\frac\{\d+\}\{[1-9]\d*\})\}", re.ASCII)
 """Answers that math-verify is known to read: most of them."""
 
-OBJECTS_TRIED = 1000
-"""Places of a reply where a JSON object may begin that are tried: each may cost a pass over the reply."""
+_LITERAL_BRACE = re.compile(
+    r"(\\[pPN]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*+\])|\{(?!(?:\d+(?:,\d*)?|,\d*)\})", re.DOTALL | re.ASCII
+)
+"""A brace that is itself in Python's syntax, as in ``x_{i}``: to the library it would permit errors of the match.
+Group 1 is what else may hold one."""
 
-_OBJECT = re.compile(r"\{\s*[\"}]")
+OBJECTS_TRIED = 1000
+"""Places of a reply where a JSON object may begin that are tried."""
 
 _EXACT = decimal.Context(prec=50, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX, traps=[])
 """Differences of numbers of any size, rounded but never to zero."""
@@ -81,6 +86,10 @@ class AnyVerifier(ReplyPart):
         part = self.part(text, raw, special)
         reward, metrics = self.judge(part, row)
         return reward, {**metrics, "answered": float(part is not None)} if self.selects else metrics
+
+    def may_read(self, name: str) -> bool:
+        """Whether the field ``name`` of a row may matter to it."""
+        return False
 
     @abstractmethod
     def judge(self, text: str | None, row: Row) -> Score:
@@ -130,6 +139,9 @@ class VerifierOptions(AnyVerifier):
     """Reward of a right reply."""
     wrong: float = 0.0
     """Reward of any other reply."""
+
+    def may_read(self, name: str) -> bool:
+        return name == self.answer
 
     def expected(self, row: Row) -> Any:
         """The answer as the verifier compares with it. Raises ValueError where the row has none."""
@@ -240,6 +252,13 @@ class Number(VerifierOptions):
         return _within(given, expected, self.tolerance)
 
 
+@lru_cache(maxsize=128)
+def _compile(pattern: str) -> regex.Pattern[str]:
+    """The pattern, composed as the replies are."""
+    composed = unicodedata.normalize("NFC", pattern)
+    return regex.compile(_LITERAL_BRACE.sub(lambda found: found[1] or r"\{", composed))
+
+
 class Regex(VerifierOptions):
     """Right when the pattern is found in the reply and, if it has a group, the group's text reads as the answer, as
     with [exact](#exact). Without a group the pattern alone decides. The pattern sees composed letters, plain spaces and
@@ -270,8 +289,7 @@ class Regex(VerifierOptions):
 
     @property
     def _compiled(self) -> regex.Pattern[str]:
-        """The pattern, composed as the replies are; the library keeps compiled patterns."""
-        return regex.compile(unicodedata.normalize("NFC", self.pattern))
+        return _compile(self.pattern)
 
     @property
     def _compared(self) -> int | str | None:
@@ -317,7 +335,7 @@ class Regex(VerifierOptions):
         return example(self.pattern, self._compared, super().write(gold) or "")
 
 
-class Expectation(BaseModel):
+class Expectation(GivenModel):
     """The expected value of one field of a JSON reply. Give exactly one of `from` and `equals`. Values are compared as
     JSON: 5 and 5.0 are equal, 5 and "5" are not."""
 
@@ -360,7 +378,8 @@ class Json(AnyVerifier):
     valid: float = Field(0.3, ge=0, le=1)
     """Reward of any valid reply. An invalid one earns 0."""
     strict: bool = False
-    """The reply is the object and nothing else. Otherwise the first object in the reply counts."""
+    """The reply is the object and nothing else. Otherwise the first object in the reply counts, but none within an
+    object that is cut off or is not JSON."""
     only: bool = False
     """A field that is not in `fields` makes the reply invalid."""
 
@@ -370,6 +389,9 @@ class Json(AnyVerifier):
         if isinstance(value, dict):
             return {name: {"from": field} if isinstance(field, str) else field for name, field in value.items()}
         return value
+
+    def may_read(self, name: str) -> bool:
+        return any(field.from_ == name for field in self.fields.values())
 
     def check(self, row: Row) -> None:
         for name, field in self.fields.items():
@@ -567,6 +589,9 @@ class Judge(AnyVerifier):
         if self.model is not None:
             require_judge(self.model)
 
+    def may_read(self, name: str) -> bool:
+        return name in _FIELD.findall(self.prompt)
+
     def question(self, row: Row) -> str:
         """The question to the judge about a reply to ``row``."""
         return _FIELD.sub(lambda found: "" if (value := row.get(found[1])) is None else str(value), self.prompt)
@@ -613,7 +638,8 @@ class Judge(AnyVerifier):
 class Grader(AnyVerifier):
     """One of OpenAI's graders: `string_check`, `text_similarity`, `python`, `score_model`, `label_model`, or `multi`
     over these, as OpenAI's fine-tuning API has them ([graders](fine-tuning.md#graders)). Metrics: `grader`, for `multi`
-    one for each of its parts, and `unjudged`, the share of replies for which Python or a model gave no value."""
+    one for each of its parts, and `unjudged`, the share of replies for which Python, a model or the formula gave no
+    value: they earn 0."""
 
     name: Literal["grader"] = "grader"
     grader: AnyGrader
@@ -630,6 +656,11 @@ class Grader(AnyVerifier):
         super().model_post_init(context)
         if self._sources():
             self._sandbox.require()
+
+    def may_read(self, name: str) -> bool:
+        """Python gets the whole row."""
+        named = [path for template in self.grader.templates() for path in paths(template)]
+        return bool(self._sources()) or any(path[:2] == ["item", name] for path in named)
 
     def _sources(self) -> list[str]:
         return [one.source for one in single(self.grader) if isinstance(one, PythonGrader)]
@@ -648,9 +679,9 @@ class Grader(AnyVerifier):
                 raise UserError(f"environment.verifier.grader: {error}") from None
 
     def judge(self, text: str | None, row: Row) -> Score:
-        graded = grade(self.grader, text or "", item_of(row), GraderTools(self._sandbox, self._ask))
+        graded = grade(self.grader, text, item_of(row), GraderTools(self._sandbox, self._ask))
         metrics = {"grader": graded.value, **graded.parts}
-        return graded.value, {**metrics, "unjudged": float(bool(graded.failures))}
+        return graded.value, {**metrics, "unjudged": float(bool(graded.error))}
 
     def check(self, row: Row) -> None:
         check_item(self.grader, item_of(row))
@@ -710,18 +741,13 @@ def _no_expression(field: str, shown: str) -> str:
 def _first_object(text: str, strict: bool) -> dict[str, Any] | None:
     """The first JSON object in a text; with ``strict`` the text is the object and nothing else."""
     decoder = json_module.JSONDecoder(object_pairs_hook=unique_fields, parse_float=_finite, parse_constant=no_constant)
-    if strict:
-        starts = iter([len(text) - len(text.lstrip())])
-    else:
-        starts = (found.start() for found in itertools.islice(_OBJECT.finditer(text), OBJECTS_TRIED))
-    for start in starts:
-        try:
-            value, end = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict) and not (strict and text[end:].strip()):
-            return value
-    return None
+    if not strict:
+        return next((found for found, _, _ in objects(text, decoder, OBJECTS_TRIED)), None)
+    try:
+        whole = decoder.decode(text.strip())
+    except (ValueError, RecursionError):
+        return None
+    return whole if isinstance(whole, dict) else None
 
 
 def _finite(digits: str) -> float:

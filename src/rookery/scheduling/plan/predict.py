@@ -181,7 +181,7 @@ def fitting_rows(machine: FleetMachine, demands: Sequence[JobDemand], states: in
     longest = max(demand.longest for demand in demands)
     tokens = machine.cache_tokens
     if (memory := machine.memory) is not None:
-        free = memory.total - memory.base - _state_bytes(machine, demands, states)
+        free = _free_bytes(machine, demands, states)
         free -= memory.train_token * machine.train_slice * trains
         tokens = min(tokens, int(free // memory.cache_token) if memory.cache_token else tokens) if free > 0 else 0
     if longest > machine.context:
@@ -190,16 +190,22 @@ def fitting_rows(machine: FleetMachine, demands: Sequence[JobDemand], states: in
 
 
 def _trains_in_memory(machine: FleetMachine, demands: Sequence[JobDemand], states: int) -> bool:
-    memory = machine.memory
-    if memory is None:
+    if machine.memory is None:
         return True
-    needed = memory.base + _state_bytes(machine, demands, states) + memory.train_token * machine.train_slice
-    return memory.total >= needed
+    return _free_bytes(machine, demands, states) >= machine.memory.train_token * machine.train_slice
 
 
-def _state_bytes(machine: FleetMachine, demands: Sequence[JobDemand], states: int) -> float:
-    """Of so many training states, each as large as the largest: which policies train where may change."""
-    return states * machine.state_bytes * max(demand.scale for demand in demands)
+def _free_bytes(machine: FleetMachine, demands: Sequence[JobDemand], states: int) -> float:
+    """Of a memory that is described, beside the base model and so many training states, each as large as the largest:
+    which policies train where may change. Below 0 where the states do not fit."""
+    memory, scale = machine.memory, max(demand.scale for demand in demands)
+    if memory is None:
+        return math.inf
+    held = states * (machine.state_bytes if memory.state is None else memory.state) * scale
+    copied = (machine.adapter_bytes + machine.state_bytes) * scale  # of one version, on its way to files
+    if states and memory.states is not None and held + copied > memory.states:
+        return -math.inf
+    return memory.total - memory.base - held
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

@@ -32,18 +32,30 @@ class Replan:
 
 
 def replan(
-    fleet: FleetSpec, devices: Sequence[Device], demands: Sequence[JobDemand], roles: Sequence[Role], steps: int
+    fleet: FleetSpec,
+    devices: Sequence[Device],
+    demands: Sequence[JobDemand],
+    roles: Sequence[Role],
+    steps: int,
+    *,
+    stay: float = math.inf,
+    planned: Sequence[Role] | None = None,
 ) -> Replan | None:
-    """Other ``roles`` for the ``devices`` that are there, if they pay: if what they save in the ``steps`` that are left
-    exceeds the time that moving takes, and the gain is above the prediction's error. None: keep the roles."""
+    """Other ``roles`` for the ``devices`` that are there, ``planned`` or those that a search finds, if they pay: if
+    what they save in the ``steps`` that are left, within the seconds for which the devices ``stay``, exceeds the time
+    that moving takes, and the gain is above the prediction's error. None: keep the roles."""
     before = predict(fleet, devices, demands, roles).seconds
-    found = search(fleet, devices, demands, budget=BUDGET, start=roles)
-    after = found.prediction.seconds
-    changed = sum(old != new for old, new in zip(roles, found.roles, strict=True))
+    if planned is None:
+        found = search(fleet, devices, demands, budget=BUDGET, start=roles)
+        others, after = found.roles, found.prediction.seconds
+    else:
+        others, after = tuple(planned), predict(fleet, devices, demands, planned).seconds
+    changed = sum(old != new for old, new in zip(roles, others, strict=True))
     if math.isinf(after) or not changed:
         return None
+    rounds = min(steps, stay / before)
     if math.isinf(before) or (
-        after <= before * (1 - LEAST_GAIN) and (before - after) * steps > changed * MOVING_SECONDS
+        after <= before * (1 - LEAST_GAIN) and (before - after) * rounds > changed * MOVING_SECONDS
     ):
-        return Replan(found.roles, before, after, changed)
+        return Replan(others, before, after, changed)
     return None

@@ -1,10 +1,12 @@
 """Search for the roles that give the shortest round: HetRL's nested successive halving (arXiv 2512.12476). Pure.
 
 The outer arms are the ways in which tasks share machines (:data:`SHARINGS`), the inner arms the number of machines that
-train. An arm is pulled by a genetic search over which machines those are; after each round of pulls the worse half of
-the arms is dropped and the budget of the others doubles. With the rest of the budget the best plan climbs: the role of
-one machine changes at a time, while that helps. Machines of one kind and site are the same to it, so a plan is counted
-once however they are numbered.
+train. An arm begins with the plan in which the machines that train fastest do. It is pulled by a genetic search over
+which machines those are: a pull is one more plan, a change of one that the arm has. The arms are pulled in turns, and
+after each round the worse half of them is dropped; there are as many rounds, and at the beginning as many arms, as the
+budget has pulls for. With the rest of the budget the plan that each of the best arms has found climbs: the role of one
+machine changes at a time, or that of all of a site, while that helps. Machines of one kind and site are the same to it,
+so a plan is counted once however they are numbered.
 
 The result is never worse than the best plan with equal treatment of equal machines, nor than ``start``: both are
 evaluated first.
@@ -30,18 +32,29 @@ generates; ``mixed``: those that train generate beside the others."""
 POPULATION = 8
 """Plans that an arm keeps: with more, a small budget is spent on its first generation."""
 
-FIRST_PULL = 8
-"""Evaluations of an arm's first pull, its population once."""
+LEAST_PULLS = 4
+"""Of an arm in a round. Of more arms than the budget has so many pulls for, the worse are dropped at the beginning, by
+their first plan."""
+
+TRIES = 8
+"""Children of an arm that are all known: it has no others, or few."""
 
 BUDGET = 1500
 """Evaluations of a search unless the caller gives another number: some seconds for 64 machines."""
 
 ARMS_SHARE = 0.5
-"""Of a budget, for the arms. On fleets of several sites with unlike memory the climb after them is worth more than
-twice as many pulls; without any, it ends far from the best plan (``benchmarks/scale/planning.py``)."""
+"""Of the budget that the first plans leave, for the arms. On fleets of several sites with unlike memory the climb after
+them is worth more than twice as many pulls; without any, it ends far from the best plan
+(``benchmarks/scale/planning.py``)."""
 
 WORTH_USING = 0.01
 """A machine that shortens the round by a smaller share than this is left out: it costs its price and may break."""
+
+CLIMBING = 3
+"""Arms whose best plans climb, after the best of all plans has."""
+
+GENERATES: tuple[Role, ...] = ("off", "rollout")
+"""Roles of a machine that does not train."""
 
 SIZES_TRIED = 12
 """Numbers of training machines that are arms; of larger fleets they are spread geometrically."""
@@ -65,17 +78,19 @@ def search(
     """The plan with the shortest predicted round within ``budget`` evaluations, among those that give each device roles
     that it may have. ``halving``, ``swaps`` and ``climb`` switch off the halving of arms, the exchange of machines
     between roles and the last climb, to measure what each is worth."""
-    evaluate = _Evaluator(fleet, devices, demands, int(budget * ARMS_SHARE) if climb else budget, balanced)
+    evaluate = _Evaluator(fleet, devices, demands, budget, balanced)
     if start is not None:
         evaluate([device.limited(role) for device, role in zip(devices, start, strict=True)])
     for roles in homogeneous(devices):
         evaluate(roles)
-    arms = _arms(devices, Random(seed), swaps)
+    arms = _arms(devices, Random(seed), swaps, evaluate)
     if arms and len({_kind(device) for device in devices}) > 1:
-        _halve(arms, evaluate) if halving else _take_turns(arms, evaluate)
+        pulls = int(evaluate.left * ARMS_SHARE) if climb else evaluate.left
+        _halve(arms, evaluate, pulls) if halving else _pull_in_turns(arms, evaluate, pulls)
         if climb:
-            evaluate.budget = budget
-            _climb(evaluate)
+            _climb(evaluate, evaluate.best[2])
+            for arm in sorted(arms, key=lambda arm: arm.seconds)[:CLIMBING]:
+                _climb(evaluate, arm.best)
     return _trimmed(evaluate)
 
 
@@ -119,8 +134,12 @@ class _Evaluator:
         self.predict = lambda roles: predict(fleet, devices, demands, roles, balanced=balanced)
 
     @property
-    def spent(self) -> bool:
-        return len(self.known) >= self.budget
+    def left(self) -> int:
+        """Evaluations of the budget."""
+        return max(0, self.budget - len(self.known))
+
+    def knows(self, roles: Sequence[Role]) -> bool:
+        return self.key(roles) in self.known
 
     def key(self, roles: Sequence[Role]) -> tuple[tuple[str, Role, int], ...]:
         counts: dict[tuple[str, Role], int] = {}
@@ -133,7 +152,7 @@ class _Evaluator:
         key = self.key(roles)
         found = self.known.get(key)
         if found is None:
-            if self.spent:
+            if not self.left:
                 return math.inf
             found = self.known[key] = self.predict(roles)
             used = sum(role != "off" for role in roles)
@@ -144,87 +163,122 @@ class _Evaluator:
 class _Arm:
     """A number of machines that train and a way to share, with a population of choices of those machines."""
 
-    def __init__(self, devices: Sequence[Device], size: int, sharing: Sharing, random: Random, swaps: bool) -> None:
+    def __init__(
+        self, devices: Sequence[Device], size: int, sharing: Sharing, random: Random, swaps: bool, evaluate: _Evaluator
+    ) -> None:
         self._devices = devices
+        self._able = [i for i, device in enumerate(devices) if device.trains]
+        self._sites = list(dict.fromkeys(device.machine.site for device in devices))
         self._size = size
         self.sharing = sharing
         self._random = random
         self._swaps = swaps
-        self._population: list[tuple[float, tuple[int, ...], frozenset[int]]] = []
-        """(seconds, machines that train, machines that are not used)."""
+        self._evaluate = evaluate
+        first, nothing = tuple(sorted(_by_training(devices)[:size])), frozenset[int]()
+        self._population = [(evaluate(self._roles(first, nothing)), first, nothing)]
+        """(seconds, machines that train, machines that are not used), the best first."""
+
+    def _roles(self, chosen: Iterable[int], unused: frozenset[int]) -> tuple[Role, ...]:
+        return _roles(self._devices, chosen, self.sharing, unused)
 
     @property
     def seconds(self) -> float:
-        return self._population[0][0] if self._population else math.inf
+        return self._population[0][0]
 
-    def pull(self, evaluate: _Evaluator, rounds: int) -> None:
-        """``rounds`` more children, whose worst are evicted."""
-        for _ in range(rounds):
-            if evaluate.spent:
-                return
+    @property
+    def best(self) -> tuple[Role, ...]:
+        _, chosen, unused = self._population[0]
+        return self._roles(chosen, unused)
+
+    def pull(self) -> bool:
+        """One more child, whose worst sibling is evicted. False where :data:`TRIES` children are known."""
+        for _ in range(TRIES):
             chosen, unused = self._child()
-            roles = _roles(self._devices, chosen, self.sharing, unused)
-            self._population.append((evaluate(roles), chosen, unused))
-            self._population.sort(key=lambda one: one[0])
-            del self._population[POPULATION:]
+            roles = self._roles(chosen, unused)
+            if not self._evaluate.knows(roles):
+                self._population.append((self._evaluate(roles), chosen, unused))
+                self._population.sort(key=lambda one: one[0])
+                del self._population[POPULATION:]
+                return True
+        return False
 
     def _child(self) -> tuple[tuple[int, ...], frozenset[int]]:
-        able = [i for i, device in enumerate(self._devices) if device.trains]
-        if len(self._population) < POPULATION // 2 or not self._swaps:
-            return tuple(self._random.sample(able, self._size)), frozenset()
-        _, chosen, unused = self._random.choice(self._population)
-        inside, outside = list(chosen), [i for i in able if i not in chosen]
+        if not self._swaps:
+            return tuple(sorted(self._random.sample(self._able, self._size))), frozenset()
+        _, chosen, unused = min(self._random.choice(self._population) for _ in range(2))
+        inside, outside = list(chosen), [i for i in self._able if i not in chosen]
+        others = [i for i in range(len(self._devices)) if i not in inside and i not in unused]
         change = self._random.random()
-        if outside and change < 0.7:  # exchange a machine between the groups
+        if outside and change < 0.6:  # exchange a machine between the groups
             inside[self._random.randrange(len(inside))] = self._random.choice(outside)
             unused = unused - set(inside)
-        elif change < 0.9:  # take a machine out
-            others = [i for i in range(len(self._devices)) if i not in inside and i not in unused]
-            unused = unused | {self._random.choice(others)} if others else unused
+        elif others and change < 0.8:  # take a machine out, or all of a site
+            site = self._random.choice(self._sites)
+            there = [i for i in others if self._devices[i].machine.site == site]
+            unused = unused.union(there if change < 0.7 else [self._random.choice(others)])
         elif unused:  # take one back
             unused = unused - {self._random.choice(sorted(unused))}
         return tuple(sorted(inside)), unused
 
 
-def _arms(devices: Sequence[Device], random: Random, swaps: bool) -> list[_Arm]:
+def _arms(devices: Sequence[Device], random: Random, swaps: bool, evaluate: _Evaluator) -> list[_Arm]:
     able = sum(device.trains for device in devices)
     sizes = sorted({max(1, round(able ** (i / (SIZES_TRIED - 1)))) for i in range(SIZES_TRIED)} if able > SIZES_TRIED
                    else set(range(1, able + 1)))  # fmt: skip
-    return [_Arm(devices, size, sharing, random, swaps) for sharing in SHARINGS for size in sizes]
+    return [_Arm(devices, size, sharing, random, swaps, evaluate) for sharing in SHARINGS for size in sizes]
 
 
-def _halve(arms: list[_Arm], evaluate: _Evaluator) -> None:
-    """Halving of the sizes within each way of sharing, then of the ways of sharing; the last arm takes the rest."""
-    rounds, by_sharing = FIRST_PULL, {sharing: [a for a in arms if a.sharing == sharing] for sharing in SHARINGS}
-    while not evaluate.spent:
-        for sharing, inner in by_sharing.items():
-            for arm in inner:
-                arm.pull(evaluate, rounds)
-            inner.sort(key=lambda arm: arm.seconds)
-            by_sharing[sharing] = inner[: max(1, math.ceil(len(inner) / 2))]
-        ranked = sorted(by_sharing.items(), key=lambda item: item[1][0].seconds)
-        by_sharing = dict(ranked[: max(1, math.ceil(len(ranked) / 2))]) if rounds > FIRST_PULL else dict(ranked)
-        if rounds > 2 * evaluate.budget:  # everything that the last arms can reach is known
-            return
-        rounds *= 2
+def _halve(arms: list[_Arm], evaluate: _Evaluator, pulls: int) -> None:
+    """Halving of the sizes within each way of sharing, then of the ways of sharing. Each round has an equal part of the
+    ``pulls``; arms for which that part has less than :data:`LEAST_PULLS` are dropped before the first."""
+    last = len(evaluate.known) + pulls
+    while len(arms) > 1 and len(arms) * _halvings(arms) * LEAST_PULLS > pulls:
+        arms = _better_half(arms)
+    for left in range(_halvings(arms), 0, -1):
+        _pull_in_turns(arms, evaluate, (last - len(evaluate.known)) // left)
+        arms = _better_half(arms)
 
 
-def _take_turns(arms: list[_Arm], evaluate: _Evaluator) -> None:
-    """Equal budgets for all arms."""
-    share = max(1, evaluate.budget // len(arms))
-    for arm in arms:
-        arm.pull(evaluate, share)
+def _halvings(arms: Sequence[_Arm]) -> int:
+    """Rounds until one arm is left; 1 for one arm."""
+    return max(1, (len(arms) - 1).bit_length())
 
 
-def _climb(evaluate: _Evaluator) -> None:
-    """The best plan with another role for one machine, while that is better."""
-    before = math.inf
-    while evaluate.best[0] < before and not evaluate.spent:
-        before = evaluate.best[0]
-        for i in range(len(evaluate.devices)):
-            for role in dict.fromkeys(map(evaluate.devices[i].limited, ROLES)):
-                roles = evaluate.best[2]
-                evaluate((*roles[:i], role, *roles[i + 1 :]))
+def _better_half(arms: Sequence[_Arm]) -> list[_Arm]:
+    """The better half of the sizes of each way of sharing; of ways with one size each, the better half of the ways."""
+    ranked = sorted(arms, key=lambda arm: arm.seconds)
+    inner = [[arm for arm in ranked if arm.sharing == sharing] for sharing in SHARINGS]
+    if max(map(len, inner)) == 1:
+        return ranked[: math.ceil(len(ranked) / 2)]
+    return [arm for of in inner for arm in of[: math.ceil(len(of) / 2)]]
+
+
+def _pull_in_turns(arms: Sequence[_Arm], evaluate: _Evaluator, pulls: int) -> None:
+    """``pulls`` new plans, one of each arm after the other."""
+    last = min(evaluate.budget, len(evaluate.known) + pulls)
+    while arms and len(evaluate.known) < last:
+        arms = [arm for arm in arms if len(evaluate.known) >= last or arm.pull()]
+
+
+def _climb(evaluate: _Evaluator, roles: tuple[Role, ...]) -> None:
+    """A plan with another role for one machine, or for all of a site that only generate or are not used, while that is
+    better."""
+    devices, before, now = evaluate.devices, math.inf, evaluate(roles)
+    sites = {device.machine.site for device in devices}
+    exchanged: dict[Role, Role] = {"rollout": "off", "off": "rollout"}
+    while now < before and evaluate.left:
+        before = now
+        for site in sorted(sites) if len(sites) > 1 else ():
+            for old, new in exchanged.items():
+                at = [role == old and device.machine.site == site for device, role in zip(devices, roles, strict=True)]
+                tried = tuple(devices[i].limited(new) if at[i] else role for i, role in enumerate(roles))
+                if (seconds := evaluate(tried)) < now:
+                    now, roles = seconds, tried
+        for i in range(len(devices)):
+            for role in dict.fromkeys(map(devices[i].limited, ROLES if devices[i].trains else GENERATES)):
+                tried = (*roles[:i], role, *roles[i + 1 :])
+                if (seconds := evaluate(tried)) < now:
+                    now, roles = seconds, tried
 
 
 def _trimmed(evaluate: _Evaluator) -> Found:

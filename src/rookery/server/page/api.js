@@ -1,5 +1,6 @@
 // Requests to the service's public API, and data that keeps itself fresh.
 import { useEffect, useRef, useState } from "preact/hooks";
+import { heard } from "./clock.js";
 
 export class ApiError extends Error {
   constructor(status, message, problems = []) {
@@ -23,6 +24,7 @@ export async function call(method, path, body, { headers = {}, signal, onPage } 
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "the service does not answer");
   }
+  heard(response.headers.get("Date"));
   if (response.status === 204) return null;
   let data;
   try {
@@ -55,7 +57,7 @@ const FIRST_PAUSE = 1000, LONGEST_PAUSE = 30000; // ms between attempts
 /** Whether the service may answer the same request later. */
 export const temporary = (error) => error.status === 0 || error.status === 429 || error.status >= 500;
 
-/** {data, error, since, reload} of a path, read again every `every` milliseconds while the page is visible, and after an error that may pass; `since` is the time from which there was no answer. A null path reads nothing; `read` is get or getAll. */
+/** {data, error, since, reload} of a path, read again every `every` milliseconds while the page is visible, and after an error that may pass, not after another one; `since` is the time from which there was no answer. A null path reads nothing; `read` is get or getAll. */
 export function useData(path, every = 0, read = get) {
   const [state, setState] = useState({ path, data: null, error: null, since: null });
   const [turn, setTurn] = useState(0);
@@ -74,7 +76,8 @@ export function useData(path, every = 0, read = get) {
         } catch (error) {
           if (stop.signal.aborted) return;
           setState((old) => ({ path, data: old.path === path ? old.data : null, error, since: (old.path === path ? old.since : null) ?? Date.now() / 1000 }));
-          if (!every && temporary(error)) [again, pause] = [pause, Math.min(2 * pause, LONGEST_PAUSE)];
+          if (!temporary(error)) again = 0;
+          else if (!every) [again, pause] = [pause, Math.min(2 * pause, LONGEST_PAUSE)];
         }
       } else if (!every) again = FIRST_PAUSE;
       if (again && !stop.signal.aborted) timer = setTimeout(ask, again);

@@ -1,9 +1,9 @@
 // The page: who is signed in, which view is open, and the frame around it.
 import { render } from "preact";
-import { useEffect, useState } from "preact/hooks";
-import { call, get } from "./api.js";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { call, get, temporary } from "./api.js";
 import { parseRoute } from "./format.js";
-import { Boundary, Empty, Problem, html, useTitle } from "./parts.js";
+import { Boundary, Empty, Problem, html, switchTheme, useTitle } from "./parts.js";
 import { Runs } from "./runs.js";
 import { Compare } from "./compare.js";
 import { Run } from "./run.js";
@@ -15,6 +15,7 @@ import { Tenants } from "./tenants.js";
 import { TimelineView } from "./timeline.js";
 
 const VIEWS = { runs: Runs, run: Run, compare: Compare, chat: Chat, new: Submit, usage: Usage, fleet: Fleet, timeline: TimelineView, tenants: Tenants };
+const RETRY = 2000; // ms until a page that has no account asks for it again
 const LINKS = [["runs", "Runs"], ["new", "New run"], ["chat", "Chat"], ["timeline", "Timeline"], ["usage", "Usage"], ["fleet", "Fleet", "admin"], ["tenants", "Tenants", "admin"]];
 
 function useRoute() {
@@ -29,6 +30,7 @@ function useRoute() {
 
 function SignIn({ onDone, error: before }) {
   const [key, setKey] = useState(""), [error, setError] = useState(null), [busy, setBusy] = useState(false);
+  useTitle("Sign in");
   const submit = async (event) => {
     event.preventDefault();
     setBusy(true);
@@ -59,16 +61,18 @@ function Titled({ text, children }) {
   return children;
 }
 
-function switchTheme() {
-  const root = document.documentElement, system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-  root.dataset.theme = (root.dataset.theme || system) === "dark" ? "light" : "dark";
-  localStorage.setItem("rookery-theme", root.dataset.theme);
-  dispatchEvent(new Event("hashchange"));
+/** Where a link was followed by the keyboard and is there no more, the keyboard continues at the beginning of the view. */
+function useFocus(place) {
+  const before = useRef(place);
+  useEffect(() => {
+    if (before.current !== place && document.activeElement === document.body) document.querySelector("main")?.focus();
+    before.current = place;
+  }, [place]);
 }
 
 function App() {
   const { path, query } = useRoute();
-  const [account, setAccount] = useState(undefined), [error, setError] = useState(null), [, setTheme] = useState(0);
+  const [account, setAccount] = useState(undefined), [error, setError] = useState(null); // undefined: not known yet
   const [link, setLink] = useState("");
   const load = async () => {
     try {
@@ -77,10 +81,14 @@ function App() {
       setError(null);
       return found;
     } catch (problem) {
-      setAccount(null);
+      if (!temporary(problem)) setAccount(null);
       if (problem.status !== 401) setError(problem);
       return null;
     }
+  };
+  const again = async () => { // another tab may have signed in with another key
+    if (document.hidden) return;
+    try { setAccount(await get("/api/v1/account")); } catch { /* an answer of 401 signs out, and the views show the others */ }
   };
   const redeem = async (given) => {
     setLink("");
@@ -103,13 +111,22 @@ function App() {
     begin();
     const out = () => setAccount(null);
     addEventListener("signed-out", out);
-    return () => removeEventListener("signed-out", out);
+    document.addEventListener("visibilitychange", again);
+    return () => { removeEventListener("signed-out", out); document.removeEventListener("visibilitychange", again); };
   }, []);
-  if (account === undefined) return html`<main><p class="muted">Loading …</p></main>`;
+  useEffect(() => {
+    if (account !== undefined || !error) return undefined;
+    const timer = setTimeout(load, RETRY);
+    return () => clearTimeout(timer);
+  }, [account, error]);
+  useFocus(path.join("/"));
+  if (account === undefined) return html`<main>${error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`}</main>`;
   if (account === null) return html`<${SignIn} onDone=${load} error=${error} />`;
-  const name = path[0] ?? "runs", View = VIEWS[name];
-  const signOut = async () => { await call("POST", "/api/v1/sign-out"); setAccount(null); };
-  const shown = View && View !== Run ? html`<${Titled} text=${LINKS.find(([to]) => to === name)?.[1] ?? "Compare"}><${View} path=${path} query=${query} account=${account} /><//>` : View && html`<${View} path=${path} query=${query} account=${account} />`;
+  const name = path[0] ?? "runs", View = Object.hasOwn(VIEWS, name) ? VIEWS[name] : null;
+  const signOut = async () => { try { await call("POST", "/api/v1/sign-out"); setAccount(null); } catch (problem) { setError(problem); } };
+  const of = `${account.tenant}/${View === Run ? path[1] : ""}`; // what a view remembers is of one tenant, and of one run
+  const inside = View ? html`<${View} key=${of} path=${path} query=${query} account=${account} />` : html`<${Empty}>There is no such view. <a href="#/runs">All runs</a><//>`;
+  const shown = View === Run ? inside : html`<${Titled} text=${LINKS.find(([to]) => to === name)?.[1] ?? (View ? "Compare" : "No such view")}>${inside}<//>`;
   const links = LINKS.filter(([, , role]) => !role || role === account.role);
   return html`
     <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.querySelector("main").focus(); }}>Skip to the content</a>
@@ -117,10 +134,10 @@ function App() {
       <a class="brand" href="#/runs"><img src="/page/icon.svg" alt="" />Rookery</a>
       <nav aria-label="Views">${links.map(([to, label]) => html`<a href=${`#/${to}`} aria-current=${(name === to || (to === "runs" && ["run", "compare"].includes(name))) ? "page" : undefined}>${label}</a>`)}</nav>
       <div class="who"><span class="name">${account.name}</span>
-        <button onClick=${() => { switchTheme(); setTheme((old) => old + 1); }} aria-label="Switch between dark and light">◐</button>
+        <button onClick=${switchTheme} aria-label="Switch between dark and light">◐</button>
         <button onClick=${signOut}>Sign out</button></div>
     </header>
-    <main id="main" tabindex="-1">${link && html`<div class="notice warn bar" role="alert"><span>This link signs in with a key, perhaps another one than that of ${account.name}.</span><button onClick=${() => redeem(link)}>Use the link</button><button onClick=${() => setLink("")}>Stay signed in as ${account.name}</button></div>`}<${Problem} error=${error} /><${Boundary} at=${location.hash}>${shown ?? html`<${Empty}>There is no such view. <a href="#/runs">All runs</a><//>`}<//></main>`;
+    <main id="main" tabindex="-1">${link && html`<div class="notice warn bar" role="alert"><span>This link signs in with a key, perhaps another one than that of ${account.name}.</span><button onClick=${() => redeem(link)}>Use the link</button><button onClick=${() => setLink("")}>Stay signed in as ${account.name}</button></div>`}<${Problem} error=${error} /><${Boundary} at=${location.hash}>${shown}<//></main>`;
 }
 
 render(html`<${App} />`, document.getElementById("app"));

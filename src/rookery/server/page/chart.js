@@ -1,10 +1,11 @@
 // One chart of a run: lines over steps with a cursor that all charts share, zoom by dragging, and a click that opens a step.
 import { useEffect, useRef, useState } from "preact/hooks";
-import { html } from "./parts.js";
+import { html, useTheme } from "./parts.js";
 import { isNumber, number, smooth } from "./format.js";
 
 const HEIGHT = 210;
 const CLICK_PIXELS = 4; // a shorter drag is a click
+const STEPS_APART = Array.from({ length: 9 }, (_, at) => [1, 2, 5].map((first) => first * 10 ** at)).flat(); // between two marks of the axis
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -19,7 +20,7 @@ function rangeOf(low, high) {
 /** `lines`: [{label, values, dashed, dots, raw}] with a value for each of `steps`; `zoom` is [from, to] or null. */
 export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom, onStep, digits = 3, show = (value) => number(value, digits) }) {
   const box = useRef(null), plot = useRef(null), hooks = useRef({});
-  const [at, setAt] = useState(null);
+  const [at, setAt] = useState(null), theme = useTheme();
   hooks.current = { onZoom, onStep, steps };
   const shape = JSON.stringify([lines.map((line) => [line.label, line.dashed, line.dots]), title, unit]);
 
@@ -32,7 +33,7 @@ export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom
       legend: { show: false },
       cursor: { sync: { key: "run", setSeries: false }, drag: { x: true, y: false, dist: CLICK_PIXELS, setScale: false }, points: { size: 6 } },
       scales: { x: { time: false }, y: { range: (_, low, high) => rangeOf(low, high) } },
-      axes: [{ ...axis, size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }, { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => String(Number(tick.toPrecision(6))).replace(/^(-?\d+)000$/, "$1k")) }],
+      axes: [{ ...axis, size: 32, incrs: STEPS_APART }, { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => String(Number(tick.toPrecision(6))).replace(/^(-?\d+)000$/, "$1k")) }],
       series: [{}, ...lines.map((line, place) => ({
         label: line.label, stroke: color(`--c${place % 6}`), width: line.dashed ? 1.3 : 2, spanGaps: true,
         dash: line.dashed ? [6, 5] : undefined, points: { show: line.dots ?? ((u, place) => u.data[place].filter(isNumber).length < 3), size: line.dots ? 8 : 5 }, paths: line.dots ? () => null : undefined,
@@ -58,7 +59,7 @@ export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom
     const watch = new ResizeObserver(() => u.setSize({ width: here.clientWidth, height: HEIGHT }));
     watch.observe(here);
     return () => { watch.disconnect(); u.destroy(); };
-  }, [shape, document.documentElement.dataset.theme]);
+  }, [shape, theme]);
 
   const shown = lines.map((line) => (line.raw || !weight ? line.values : smooth(line.values, weight)));
   useEffect(() => {

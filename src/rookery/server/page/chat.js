@@ -80,7 +80,7 @@ export function Chat({ query, account }) {
           <${Tokens} sample=${sample} /></article>`)}</div></div>`)}
       ${!users && html`<p class="muted small">${target ? "Its replies stand here, each token with its log-probability." : "Choose a base model, or a version of a run."}</p>`}</section>`)}</div>
     ${users && html`<p class="muted small">The stronger the color of a token, the less likely it was; point at it for its log-probability.</p>`}
-    <form class="bar say" onSubmit=${send}><label class="grow"><span class="skip">Message</span><textarea rows="2" aria-label="Message" placeholder=${targets.every(Boolean) ? "A message to both" : "A message"} value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${(event) => { if (event.key === "Enter" && !event.shiftKey) send(event); }}></textarea></label>${busy ? html`<button type="button" onClick=${() => busy.abort()}>Stop</button>` : html`<button class="main" disabled=${targets.every((one) => !one)}>Send</button>`}</form>`;
+    <form class="bar say" onSubmit=${send}><label class="grow"><span class="skip">Message</span><textarea rows="2" aria-label="Message" placeholder=${targets.every(Boolean) ? "A message to both" : "A message"} value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${(event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event); }}></textarea></label>${busy ? html`<button type="button" onClick=${() => busy.abort()}>Stop</button>` : html`<button class="main" disabled=${targets.every((one) => !one)}>Send</button>`}</form>`;
 }
 
 /** A base model, or a run, one of its policies and one of its versions. */

@@ -10,26 +10,26 @@ import { COMPARED } from "./runs.js";
 export function Compare({ path }) {
   const ids = path.slice(1, 1 + COMPARED), wanted = new URLSearchParams(ids.map((id) => ["id", id]));
   const { data, error } = useData(`/api/v1/runs?${wanted}`, 5000);
-  const [rows, setRows] = useState({}), [problem, setProblem] = useState(null), [weight, setWeight] = useState(0), [zoom, setZoom] = useState(null);
+  const [rows, setRows] = useState(null), [problem, setProblem] = useState(null), [weight, setWeight] = useState(0), [zoom, setZoom] = useState(null);
   const done = data?.runs.map((run) => run.step).join();
   useEffect(() => {
     const stop = new AbortController();
     const newest = Object.fromEntries((data?.runs ?? []).map((run) => [run.id, run.step]));
-    const known = (id) => (rows[id] ?? []).filter((row) => row.step < newest[id]); // a run that was rolled back has fewer steps
+    const known = (id) => (rows?.[id] ?? []).filter((row) => row.step < newest[id]); // a run that was rolled back has fewer steps
     Promise.allSettled(ids.map((id) => laterRows(id, known(id), stop.signal))).then((found) => {
       if (stop.signal.aborted) return;
-      setRows(Object.fromEntries(found.map((one, at) => [ids[at], one.value ?? rows[ids[at]] ?? []])));
+      setRows(Object.fromEntries(found.map((one, at) => [ids[at], one.value ?? rows?.[ids[at]] ?? []])));
       setProblem(found.find((one) => one.reason)?.reason ?? null);
     });
     return () => stop.abort();
   }, [ids.join(), done]);
   const names = Object.fromEntries((data?.runs ?? []).map((run) => [run.id, run.name]));
   const label = (id) => (names[id] && ids.some((one) => one !== id && names[one] === names[id]) ? `${names[id]} (${id.slice(-4)})` : names[id] ?? id);
-  const { steps, charts } = compared(ids.map((id) => rows[id] ?? []), ids.map(label));
+  const { steps, charts } = compared(ids.map((id) => rows?.[id] ?? []), ids.map(label));
   const parted = charts.some((chart) => chart.lines.length > ids.length); // lines have the colours of policies, not of runs
   return html`<div class="bar"><h1>Compare</h1>${ids.map((id, at) => html`<span>${!parted && html`<i class=${`swatch s${at}`}></i>`}<a href=${route(["run", id])}>${label(id)}</a></span>`)}
       <label class="right" for="smooth">Smoothing</label><input id="smooth" type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(event) => setWeight(Number(event.target.value))} />
       ${zoom && html`<button onClick=${() => setZoom(null)}>Show all steps</button>`}</div>
     <${Problem} error=${error ?? problem} />
-    ${steps.length === 0 ? html`<${Empty}>None of these runs has committed a step.<//>` : html`<div class="charts">${charts.map((chart) => html`<${Chart} key=${chart.title} ...${chart} steps=${steps} weight=${weight} zoom=${zoom} onZoom=${setZoom} />`)}</div>`}`;
+    ${!rows ? html`<p class="muted">Loading …</p>` : steps.length === 0 ? html`<${Empty}>None of these runs has committed a step.<//>` : html`<div class="charts">${charts.map((chart) => html`<${Chart} key=${chart.title} ...${chart} steps=${steps} weight=${weight} zoom=${zoom} onZoom=${setZoom} />`)}</div>`}`;
 }

@@ -40,7 +40,7 @@ function Message({ message, turn, number: at, policies }) {
 
 const COLORED = { logprob: "log-probability", gap: "trainer − engine", version: "version", policy: "policy" };
 
-/** The tokens as the engine sampled them. Those of the environment or the template are dimmed. */
+/** The tokens as the engine sampled them. Those of the environment or the template are dimmed. A letter of several tokens stands at the last one; the others are dots. */
 export function TokenStrip({ trajectory, title, trained, policies = [] }) {
   const [by, setBy] = useState("logprob"), [at, setAt] = useState(null), box = useRef(null);
   useEffect(() => { // a long prompt stands above what was sampled
@@ -58,11 +58,20 @@ export function TokenStrip({ trajectory, title, trained, policies = [] }) {
     if (by === "policy") return one.policy ? `v${policies.indexOf(one.policy) % 6}` : "";
     return `lp${surprise(one.logprob)}`;
   };
+  const spans = useMemo(() => tokens.map((token, place) => html`${token.worker && html`<span class="mark worker">▸ ${token.worker} </span>`}${token.changed && html`<span class="mark version">▸ version ${token.version} </span>`}<span key=${place} data-at=${place} class=${`token ${shade(token)}`}>${token.text || "·"}</span>`), [tokens, by, policies.join()]);
+  const moved = useRef(false); // by the keyboard, whose token has to be seen
+  useEffect(() => { // of tens of thousands of tokens, two change
+    const found = at === null ? null : box.current.querySelector(`[data-at="${at}"]`);
+    found?.classList.add("at");
+    if (moved.current) found?.scrollIntoView({ block: "nearest" });
+    moved.current = false;
+    return () => found?.classList.remove("at");
+  }, [at, spans]);
   const one = at === null ? null : tokens[at];
   const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
   return html`<section class="panel strip"><div class="bar"><h2 class="sub">${title}</h2>
       <span class="muted small">${sampled.length === 0 ? "read, not trained on" : html`${sampled.length} sampled${versions.length > 1 ? ` by versions ${versions.join(", ")}` : versions.length ? ` by version ${versions[0]}` : ""}, mean log-probability ${number(mean(sampled.map((token) => token.logprob)))} nats${gaps.length ? `, largest gap ${number(gaps.reduce((most, gap) => Math.max(most, Math.abs(gap)), 0), 4)} nats` : trained ? (policies.length > 1 ? ", those of the trainer are not kept with several policies" : ", the trainer computed no gradient of them") : ", not trained on yet"}`}</span>
       <span class="right">${choices.map(([name, label]) => html`<button key=${name} class="small" aria-pressed=${by === name} onClick=${() => setBy(name)}>${label}</button>`)}</span></div>
-    <div class="tokens mono" ref=${box} tabindex="0" role="group" aria-label="Tokens; the arrow keys move from one to the next" onKeyDown=${(event) => { const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key]; if (by) { event.preventDefault(); setAt(Math.max(0, Math.min(tokens.length - 1, (at ?? tokens.length - sampled.length) + by))); } }} onMouseOver=${(event) => { const found = event.target.dataset?.at; if (found !== undefined) setAt(Number(found)); }}>${tokens.map((token, place) => html`${token.worker && html`<span class="mark worker">▸ ${token.worker} </span>`}${token.changed && html`<span class="mark version">▸ version ${token.version} </span>`}<span key=${place} data-at=${place} class=${`token ${shade(token)} ${place === at ? "at" : ""}`}>${token.text}</span>`)}</div>
+    <div class="tokens mono" ref=${box} tabindex="0" role="group" aria-label="Tokens; the arrow keys move from one to the next" onKeyDown=${(event) => { const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key]; if (by) { event.preventDefault(); moved.current = true; setAt(Math.max(0, Math.min(tokens.length - 1, (at ?? tokens.length - sampled.length) + by))); } }} onMouseOver=${(event) => { const found = event.target.dataset?.at; if (found !== undefined) setAt(Number(found)); }}>${spans}</div>
     <p class="small mono about" aria-live="polite">${one ? html`<b>${JSON.stringify(one.text)}</b> token ${one.id}${one.sampled ? ` · log-probability ${number(one.logprob, 4)} (engine)${isNumber(one.trainer) ? `, ${number(one.trainer, 4)} (trainer), gap ${signed(one.gap, 4)} nats` : ""} · version ${one.version}${one.policy && policies.length > 1 ? ` of ${one.policy}` : ""}` : " · of the prompt, the environment or the template: not trained on"}` : html`<span class="muted">Point at a token for its numbers. ${by === "logprob" ? "The stronger the color, the less likely." : by === "gap" ? "Orange: the trainer finds it likelier; blue: less likely." : by === "policy" ? html`A color for each policy: ${policies.map((name, place) => html` <i class=${`swatch s${place % 6}`}></i>${name}`)}` : "A color for each version."}</span>`}</p></section>`;
 }

@@ -14,7 +14,8 @@ export function Episodes({ job, view, query }) {
   const failed = query.failed === "true";
   const go = (change) => { location.hash = route(["run", job, "episodes"], { ...query, ...change }); };
   const wanted = new URLSearchParams({ limit: PAGE });
-  for (const name of ["text", "failed", "min_reward", "max_reward", "version"]) if (query[name]) wanted.set(name, query[name]);
+  const filters = ["text", "failed", "min_reward", "max_reward", "version"].filter((name) => query[name]);
+  for (const name of filters) wanted.set(name, query[name]);
   const { data, error } = useData(`${jobPath(job, "episodes")}?${wanted}`);
   const { data: failures } = useData(failed ? jobPath(job, "failures") : null);
   useEffect(() => setText(query.text ?? ""), [query.text]); // a link or the way back changes it, too
@@ -38,7 +39,7 @@ export function Episodes({ job, view, query }) {
     </form>
     <${Problem} error=${error ?? problem} />
     ${failures?.length > 0 && html`<div class="panel"><h2 class="sub">Why episodes failed</h2><table><tbody>${failures.map((one) => html`<tr><td class="number">${one.episodes}×</td><td class="wrap"><code>${one.error}</code></td></tr>`)}</tbody></table></div>`}
-    ${data && !last.next && shown.length === 0 && html`<${Empty}>No episode is like that.<//>`}
+    ${data && !last.next && shown.length === 0 && html`<${Empty}>${filters.length ? "No episode is like that." : "No episode yet."}<//>`}
     ${shown.map((one) => html`<section key=${one.episode} class="found"><p class="small muted"><a href=${route(["run", job, "group", one.group])}>group ${one.ordinal}</a>${one.consumed_by !== null ? `, trained into version ${one.consumed_by}` : ""}, ${ago(one.finished)} ago: <span class="prompt">${shorten(prompts(one.prompt), 200)}</span></p>
       <${Answer} job=${job} one=${one} policies=${colored(view.spec)} /></section>`)}
     ${searching ? html`<p class="muted" role="status">Searching, so far back to ${ago(last.reached)} ago …</p>`

@@ -1,4 +1,5 @@
 // Numbers, times and shapes as people read them. Pure functions: tests run them without a browser.
+import { now } from "./clock.js";
 
 export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
@@ -7,12 +8,12 @@ export function number(value, digits = 3) {
   if (!isNumber(value)) return "–";
   const size = Math.abs(value);
   if (size >= 1e15) return value.toExponential(1);
-  for (const [limit, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
-    if (size >= limit) return `${(value / (letter === "k" ? 1e3 : limit)).toFixed(1)}${letter}`;
+  for (const [limit, unit, letter] of [[999.95e9, 1e12, "T"], [999.95e6, 1e9, "G"], [999.95e3, 1e6, "M"], [9999.5, 1e3, "k"]]) { // the limits are those of what is shown
+    if (size >= limit) return `${(value / unit).toFixed(1)}${letter}`;
   }
   if (Number.isInteger(value)) return String(value);
-  if (size !== 0 && size < 10 ** -digits / 2) return value.toExponential(1);
-  return value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : digits);
+  if (size < 10 ** -digits / 2) return size < 0.001 ? value.toExponential(1) : value.toPrecision(2);
+  return value.toFixed(size >= 99.95 ? 0 : size >= 10 - 10 ** -digits / 2 ? 1 : digits);
 }
 
 /** A reward or a mean of rewards, with the same decimals whatever its value: in a column the points stand below each other. */
@@ -28,16 +29,18 @@ export function bytes(value) {
   if (!isNumber(value)) return "–";
   const units = ["B", "kB", "MB", "GB", "TB", "PB"];
   let at = 0;
-  while (Math.abs(value) >= 1000 && at < units.length - 1) [value, at] = [value / 1000, at + 1];
-  return `${at ? value.toFixed(value >= 100 ? 0 : 1) : value} ${units[at]}`;
+  while (Math.abs(value) >= 999.5 && at < units.length - 1) [value, at] = [value / 1000, at + 1];
+  return `${at ? value.toFixed(value >= 99.95 ? 0 : 1) : value} ${units[at]}`;
 }
 
 export function duration(seconds) {
   if (!isNumber(seconds)) return "–";
   if (seconds < 0) return `-${duration(-seconds)}`;
-  if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
-  if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
-  const minutes = Math.round(seconds / 60);
+  if (seconds === 0) return "0 s";
+  if (seconds < 0.9995) return `${Math.round(1000 * seconds)} ms`;
+  if (seconds < 59.5) return `${seconds.toFixed(seconds < 9.95 ? 1 : 0)} s`;
+  const whole = Math.round(seconds), minutes = Math.round(seconds / 60);
+  if (whole < 600 && whole % 60) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
   if (minutes < 60) return `${minutes} min`;
   const hours = Math.floor(minutes / 60);
   if (hours < 48) return `${hours} h ${minutes % 60} min`;
@@ -46,19 +49,24 @@ export function duration(seconds) {
 
 export const time = (unix) => (unix ? new Date(1000 * unix).toLocaleString("sv-SE").slice(0, 19) : "–");
 
-export const ago = (unix, now = Date.now() / 1000) => (unix ? duration(Math.max(0, now - unix)) : "–");
+/** The time since a moment, in whole seconds. */
+export function ago(unix, at = now()) {
+  if (!unix) return "–";
+  const seconds = Math.max(0, Math.round(at - unix));
+  return seconds < 10 ? `${seconds} s` : duration(seconds);
+}
 
-/** The path of a line through the values in a box; missing values are gaps. */
+/** The path of a line through the values in a box; missing values are gaps, and a value between two of them is a dot. */
 export function sparkPath(values, width, height) {
   const known = values.filter(isNumber);
   if (known.length === 0) return "";
-  const low = Math.min(...known), high = Math.max(...known), span = high - low || 1;
+  const low = Math.min(...known), high = Math.max(...known), span = high / 2 - low / 2 || 1; // in halves: the difference may exceed the largest number
   const step = values.length > 1 ? width / (values.length - 1) : 0;
   let path = "", begun = false;
   values.forEach((value, at) => {
     if (!isNumber(value)) { begun = false; return; }
-    const y = height - 1 - ((value - low) / span) * (height - 2);
-    path += `${begun ? "L" : "M"}${(at * step).toFixed(1)} ${(high === low ? height / 2 : y).toFixed(1)}`;
+    const y = height - 1 - ((value / 2 - low / 2) / span) * (height - 2);
+    path += `${begun ? "L" : "M"}${(at * step).toFixed(1)} ${(high === low ? height / 2 : y).toFixed(1)}${begun ? "" : "h.01"}`;
     begun = true;
   });
   return path;

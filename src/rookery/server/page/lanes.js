@@ -61,6 +61,11 @@ export function lanesOf(spans, { by = "tenant", names = {} } = {}) {
   return [...sorted(workers), ...sorted(owners)];
 }
 
+const MOST_SIDE = 16384, MOST_PIXELS = 16e6; // of a canvas: with more, some browsers show none
+
+/** The pixels of a canvas for each of the page's: as many as the screen has, or as a canvas may have. */
+export const scaleOf = (width, height, ratio) => Math.min(ratio, MOST_SIDE / Math.max(width, height, 1), Math.sqrt(MOST_PIXELS / Math.max(width * height, 1)));
+
 /** The view `factor` times as long around the moment at the share `at` of its width. */
 export function zoomed({ start, end }, factor, at = 0.5) {
   const length = Math.min(LONGEST, Math.max(SHORTEST, (end - start) * factor)), middle = start + at * (end - start);

@@ -1,6 +1,6 @@
 // Small pieces that all views share.
 import { Component, h } from "preact";
-import { useEffect } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import htm from "htm";
 import { isNumber, number, sparkPath } from "./format.js";
 
@@ -26,6 +26,40 @@ export const Problem = ({ error }) => error && html`<div class="notice bad" role
 
 /** The title of the document, by which tabs and the history differ. */
 export const useTitle = (text) => useEffect(() => { document.title = text ? `${text} – Rookery` : "Rookery"; }, [text]);
+
+const DARK = matchMedia("(prefers-color-scheme: dark)");
+const themeNow = () => document.documentElement.dataset.theme ?? (DARK.matches ? "dark" : "light");
+
+/** "dark" or "light", as the reader chose it or the system has it; what draws by itself draws again when it changes. */
+export function useTheme() {
+  const [theme, setTheme] = useState(themeNow);
+  useEffect(() => {
+    const changed = () => setTheme(themeNow());
+    addEventListener("theme", changed);
+    DARK.addEventListener("change", changed);
+    return () => { removeEventListener("theme", changed); DARK.removeEventListener("change", changed); };
+  }, []);
+  return theme;
+}
+
+export function switchTheme() {
+  document.documentElement.dataset.theme = themeNow() === "dark" ? "light" : "dark";
+  localStorage.setItem("rookery-theme", document.documentElement.dataset.theme);
+  dispatchEvent(new Event("theme"));
+}
+
+/** A button of an act that cannot be undone: it asks first. `verb` is the act, as in "revoke". */
+export function Confirmed({ verb, question, about = "", small = false, disabled = false, onYes }) {
+  const [asked, setAsked] = useState(false), box = useRef(null), before = useRef(false), size = small ? " small" : "";
+  useEffect(() => { // the focused button is replaced: the keyboard continues where the question stands
+    if (asked || before.current) box.current.querySelector("button:last-of-type").focus();
+    before.current = asked;
+  }, [asked]);
+  const label = verb[0].toUpperCase() + verb.slice(1);
+  return html`<span class="confirmed" ref=${box}>${asked
+    ? html`<span role="alert">${question}</span> <button class=${`danger${size}`} onClick=${() => { setAsked(false); onYes(); }}>Yes, ${verb}</button> <button class=${size.trim()} onClick=${() => setAsked(false)}>No</button>`
+    : html`<button class=${`danger${size}`} disabled=${disabled} aria-label=${about ? `${label} ${about}` : undefined} onClick=${() => setAsked(true)}>${label}</button>`}</span>`;
+}
 
 /** What is inside, or the error that it raised, until `at` changes. */
 export class Boundary extends Component {

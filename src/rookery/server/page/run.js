@@ -1,6 +1,6 @@
 // One run: its header, its tabs, and the overview with the charts.
 import { useState } from "preact/hooks";
-import { getAll, jobPath, useData, useMetrics } from "./api.js";
+import { getAll, jobPath, temporary, useData, useMetrics } from "./api.js";
 import { Actions } from "./actions.js";
 import { Chart } from "./chart.js";
 import { ago, count, duration, isNumber, number, percent, reward, route, steps, time } from "./format.js";
@@ -41,12 +41,12 @@ export function Run({ path, query, account }) {
   useTitle(view ? `${view.name}, ${(TABS.find(([name]) => name === tab)?.[1] ?? tab).toLowerCase()} ${path[2] === "step" ? path[3] : ""}`.trim() : "Run");
   if (error && !view) return html`<${Problem} error=${error} />`;
   if (!view) return html`<p class="muted">Loading …</p>`;
-  const Inside = INSIDE[tab], tabs = TABS.filter(([name]) => !onRows(view) || !["steps", "episodes"].includes(name));
+  const Inside = Object.hasOwn(INSIDE, tab) ? INSIDE[tab] : null, tabs = TABS.filter(([name]) => !onRows(view) || !["steps", "episodes"].includes(name));
   return html`
     <div class="bar"><h1>${view.name}</h1><${Badge} state=${view.state} />
       ${stream.live && view.state === "running" && html`<span class="good small">● live</span>`}
       <span class="muted small">${view.id}</span></div>
-    ${error ? html`<div class="notice warn" role="status">No answer since ${time(since)}: ${error.message}. The figures below are from before.</div>`
+    ${error ? html`<div class="notice warn" role="status">${error.status === 404 ? "This run is deleted" : temporary(error) ? `No answer since ${time(since)}: ${error.message}` : `Refused since ${time(since)}: ${error.message}`}. The figures below are from before.</div>`
       : stream.since && html`<div class="notice warn" role="status">The charts have had no connection since ${time(stream.since)}${stream.error ? `: ${stream.error.message}` : ""}. The page tries again.</div>`}
     ${view.reason && view.state !== "completed" && html`<div class=${`notice ${view.state === "failed" ? "bad" : "warn"}`}>${view.state}: ${view.reason}</div>`}
     <${Facts} facts=${[
@@ -82,7 +82,7 @@ function Overview({ job, view, stream }) {
   const charts = chartsOf(rows, evaluations ?? [], Object.keys(view.spec.policies));
   const rowsOnly = onRows(view), open = (step) => { if (step !== undefined && !rowsOnly) location.hash = route(["run", job, "step", String(step)]); };
   const draw = (chart) => html`<${Chart} key=${chart.title} ...${chart} steps=${steps} weight=${weight} zoom=${zoom} onZoom=${setZoom} onStep=${open} />`;
-  const environment = charts.filter((chart) => chart.environment), several = Object.keys(view.spec.policies).length > 1;
+  const environment = charts.filter((chart) => chart.environment), several = rows.some((row) => row.policy); // where several train
   return html`
     <${Health} job=${job} view=${view} />
     <div class="bar"><label for="smooth">Smoothing</label>

@@ -3,6 +3,7 @@ import { useEffect, useState } from "preact/hooks";
 import { useData } from "./api.js";
 import { ago, number, reward, route, time } from "./format.js";
 import { Badge, Empty, Pager, Problem, Progress, Scroll, Sparkline, html } from "./parts.js";
+import { shorten } from "./text.js";
 
 const REFRESH = 2000; // ms: as fresh as a person notices
 const PAGE = 50;
@@ -53,14 +54,14 @@ function Row({ run, tenant, chosen, onToggle }) {
   const where = run.state === "queued" || run.state === "paused" ? `for ${ago(run.since)}` : "";
   return html`<tr>
     <td><input type="checkbox" checked=${chosen} onChange=${onToggle} aria-label=${`Compare ${run.name}`} /></td>
-    <td><a href=${route(["run", run.id])}>${run.name}</a><div class="muted small">${run.base_model}</div></td>
+    <td class="wrap"><a href=${route(["run", run.id])}>${run.name}</a><div class="muted small">${run.base_model}</div></td>
     ${tenant && html`<td>${run.tenant}</td>`}
     <td><${Badge} state=${run.state} /></td>
     <td class="number">${run.step}${run.steps ? ` / ${run.steps}` : ""}<${Progress} done=${run.step} all=${run.steps} /></td>
     <td class="number">${reward(run.reward)} ${run.rewards.length > 1 && html`<${Sparkline} values=${run.rewards} />`}</td>
     <td class="number">${ended || !run.tokens_per_second ? "–" : number(run.tokens_per_second, 1)}</td>
     <td class="number">${number(run.staleness, 2)}</td>
-    <td class="wrap small">${waits || "–"} <span class="muted">${where}</span></td>
+    <td class="wrap small" title=${waits || undefined}>${waits ? shorten(waits) : "–"} <span class="muted">${where}</span></td>
     <td class="number">${run.cost.cost ? number(run.cost.cost, 3) : "–"}</td>
     <td class="small" title=${time(run.created)}>${ago(run.created)} ago</td>
   </tr>`;

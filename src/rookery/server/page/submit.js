@@ -1,5 +1,5 @@
 // A new run: the form of a job with its YAML beside it, a dry run with rendered prompts, and the submission.
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { call, get, jobPath, useData } from "./api.js";
 import { number, route } from "./format.js";
 import { EXAMPLE, at, brief, fieldsOf, inexact, likeJob, parseField, set, toYaml } from "./jobform.js";
@@ -42,11 +42,18 @@ function Field({ field, spec, change, mark }) {
   if (field.kind === "object") return html`<details class="part" open=${value !== undefined}><summary>${field.name} <${About} field=${field} /></summary><div class="fields">${field.fields.map((one) => html`<${Field} key=${one.name} field=${one} spec=${spec} change=${change} mark=${mark} />`)}</div></details>`;
   if (field.kind === "json") return html`<${JsonField} field=${field} spec=${spec} change=${change} mark=${mark} rows=${2} />`;
   const hint = field.default === undefined || field.default === null ? "" : String(field.default);
-  const give = (event) => change(field.path, field.kind === "boolean" ? { true: true, false: false }[event.target.value] : parseField(field.kind, event.target.value));
+  const give = (text) => change(field.path, field.kind === "boolean" ? { true: true, false: false }[text] : parseField(field.kind, text));
   const choices = field.kind === "boolean" ? ["true", "false"] : field.choices;
   return html`<label class="field" title=${field.description}>${field.name} <${About} field=${field} />
-    ${choices ? html`<select value=${value === undefined ? "" : String(value)} onChange=${give}><option value="">${hint || "–"} (default)</option>${choices.map((one) => html`<option value=${one}>${one}</option>`)}</select>`
-      : html`<input type=${field.kind === "text" ? "text" : "number"} step=${field.kind === "integer" ? 1 : "any"} value=${value ?? ""} placeholder=${hint} onInput=${give} />`}</label>`;
+    ${choices ? html`<select value=${value === undefined ? "" : String(value)} onChange=${(event) => give(event.target.value)}><option value="">${hint || "–"} (default)</option>${choices.map((one) => html`<option value=${one}>${one}</option>`)}</select>`
+      : html`<${Written} kind=${field.kind} value=${value} hint=${hint} give=${give} />`}</label>`;
+}
+
+/** An input that keeps its text as it is written: `1.`, `0.0` and `1e`, on the way to another number, are not replaced by what they are so far. */
+function Written({ kind, value, hint, give }) {
+  const box = useRef(null);
+  useLayoutEffect(() => { if (parseField(kind, box.current.value) !== value) box.current.value = String(value ?? ""); }, [value]); // before the next key is pressed
+  return html`<input ref=${box} type=${kind === "text" ? "text" : "number"} step=${kind === "integer" ? 1 : "any"} placeholder=${hint} onInput=${(event) => give(event.target.value)} />`;
 }
 
 function JsonField({ field, spec, change, mark, rows }) {

@@ -1,14 +1,14 @@
 // Tenants, their keys and limits, for administrators.
 import { useState } from "preact/hooks";
-import { call, useData } from "./api.js";
+import { call, getAll, useData } from "./api.js";
 import { count, duration, number, time } from "./format.js";
-import { Problem, Scroll, html } from "./parts.js";
+import { Confirmed, Problem, Scroll, html } from "./parts.js";
 import { limited } from "./usage.js";
 
 const SHOWN = ["jobs", "requests", "tokens_per_day", "adapters", "models", "weight"];
 
 export function Tenants() {
-  const { data, error, reload } = useData("/api/v1/tenants?limit=1000", 5000);
+  const { data, error, reload } = useData("/api/v1/tenants?limit=1000", 5000, getAll);
   const [name, setName] = useState(""), [open, setOpen] = useState(""), [problem, setProblem] = useState(null);
   const add = async (event) => {
     event.preventDefault();
@@ -34,7 +34,7 @@ function Tenant({ tenant, reload }) {
     ${made && html`<div class="notice" role="status">The new key, shown only now: <code>${made.key}</code></div>`}
     <form class="bar" onSubmit=${(event) => { event.preventDefault(); act(async () => { setMade(await call("POST", `${path}/keys`, { label })); setLabel(""); }); }}><input aria-label="Label of a new key" placeholder="label" value=${label} onInput=${(event) => setLabel(event.target.value)} /><button>New key</button></form>
     <${Scroll} label="Keys"><table><thead><tr><th>Key</th><th>Label</th><th>Role</th><th>Created</th><th>Valid</th><th></th></tr></thead><tbody>${(keys ?? []).map((key) => html`<tr key=${key.id}><td class="mono">${key.id}</td><td>${key.label || "–"}</td><td>${key.role}</td><td class="small">${time(key.created)}</td>
-      <td>${key.revoked ? html`<span class="muted">revoked ${time(key.revoked)}</span>` : key.expires ? `until ${time(key.expires)}` : "yes"}</td><td>${!key.revoked && html`<button class="small danger" onClick=${() => act(() => call("DELETE", `${path}/keys/${key.id}`))}>Revoke</button>`}</td></tr>`)}</tbody></table><//>
+      <td>${key.revoked ? html`<span class="muted">revoked ${time(key.revoked)}</span>` : key.expires ? `until ${time(key.expires)}` : "yes"}</td><td>${!key.revoked && html`<${Confirmed} verb="revoke" about=${`key ${key.id}`} question="Revoke it for good?" small onYes=${() => act(() => call("DELETE", `${path}/keys/${key.id}`))} />`}</td></tr>`)}</tbody></table><//>
     <form class="bar" onSubmit=${(event) => { event.preventDefault(); act(() => call("PUT", `${path}/limits`, { [limit]: value === "" ? null : Number(value) })); }}><label>Limit <select value=${limit} onChange=${(event) => setLimit(event.target.value)}>${Object.keys(tenant.limits).map((one) => html`<option value=${one}>${one}</option>`)}</select></label>
       <input type="number" step="any" aria-label="Value of the limit" placeholder=${number(tenant.limits[limit], 1)} value=${value} onInput=${(event) => setValue(event.target.value)} /><button>Set</button><span class="muted small">empty: the service's setting</span></form></section>`;
 }

@@ -3,10 +3,14 @@ import { isNumber } from "./format.js";
 
 const BLOCKS = /<(think|thinking|tool_call|tool_response|function_call)>([\s\S]*?)(<\/\1>|$)/g;
 
-/** A reply as [{kind: "text" | "think" | "tool", text}]: reasoning and tool calls stand apart. */
+/** A reply as [{kind: "text" | "think" | "tool", text}]: reasoning and tool calls stand apart. Where the prompt opened the reasoning, as templates of some models do, the reply only closes it. */
 export function segments(text) {
-  const found = [];
+  const found = [], closed = text.match(/<\/(think|thinking)>/);
   let last = 0;
+  if (closed && !text.slice(0, closed.index).includes(`<${closed[1]}>`)) {
+    found.push({ kind: "think", text: text.slice(0, closed.index).trim() });
+    text = text.slice(closed.index + closed[0].length);
+  }
   for (const match of text.matchAll(BLOCKS)) {
     if (match.index > last) found.push({ kind: "text", text: text.slice(last, match.index) });
     found.push({ kind: match[1].startsWith("think") ? "think" : "tool", text: match[2].trim() });

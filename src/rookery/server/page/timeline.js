@@ -1,9 +1,10 @@
 // The timeline: what each worker and each tenant or run did, from weeks to milliseconds.
 import { useEffect, useRef, useState } from "preact/hooks";
-import { useData } from "./api.js";
+import { getAll, useData } from "./api.js";
+import { now as serviceNow } from "./clock.js";
 import { duration, percent, route, time } from "./format.js";
-import { KINDS, LANES_SHOWN, MARKS, about, lanesOf, moved, packed, seconds, ticks, within, zoomed } from "./lanes.js";
-import { Empty, Problem, Scroll, html } from "./parts.js";
+import { KINDS, LANES_SHOWN, MARKS, about, lanesOf, moved, packed, scaleOf, seconds, ticks, within, zoomed } from "./lanes.js";
+import { Empty, Problem, Scroll, html, useTheme } from "./parts.js";
 
 const STRIP = 12, HEAD = 17, AXIS = 22, GAP = 7; // pixels
 const LIVE = 2000, COLUMNS = 1200;
@@ -25,7 +26,7 @@ export function Timeline({ path = "/api/v1/timeline", trace = "/api/v1/timeline/
   const now = view ?? { start: Math.max(shown.start, Math.min(shown.oldest - 1, shown.end - 10)), end: shown.end }, by = account?.role === "admin" && !job ? "tenant" : "job";
   const lanes = lanesOf(shown.spans, { by, names });
   const go = (to) => setView(to);
-  const all = () => go({ start: Math.max(0, shown.oldest - 1), end: Date.now() / 1000 });
+  const all = () => go({ start: Math.max(0, shown.oldest - 1), end: serviceNow() });
   return html`
     <div class="bar">${SPANS.map(([length, label]) => html`<button key=${length} class="small" aria-pressed=${!view && last === length} onClick=${() => { setView(null); setLast(length); }}>${label}</button>`)}
       <button class="small" onClick=${all}>All that is kept</button>
@@ -46,13 +47,12 @@ export function Timeline({ path = "/api/v1/timeline", trace = "/api/v1/timeline/
 
 function Lanes({ lanes, view, onView, onAll, onAt }) {
   const canvas = useRef(null), spots = useRef([]), drag = useRef(null);
-  const [width, setWidth] = useState(0), [theme, setTheme] = useState(0);
+  const [width, setWidth] = useState(0);
+  useTheme(); // the canvas has its colors from it
   useEffect(() => {
     const watch = new ResizeObserver(() => setWidth(canvas.current?.parentElement.clientWidth ?? 0));
     watch.observe(canvas.current.parentElement);
-    const again = () => setTheme((old) => old + 1);
-    addEventListener("hashchange", again);
-    return () => { watch.disconnect(); removeEventListener("hashchange", again); };
+    return () => watch.disconnect();
   }, []);
   const height = AXIS + lanes.reduce((sum, lane) => sum + heightOf(lane), 0), left = gutter(width);
   useEffect(() => { if (width) spots.current = draw(canvas.current, lanes, view, width, height); });
@@ -85,7 +85,7 @@ function Lanes({ lanes, view, onView, onAll, onAt }) {
 
 /** Paints the lanes; returns where each span is: [{x, y, width, height, span}]. */
 function draw(canvas, lanes, view, width, height, band = null) {
-  const scale = devicePixelRatio || 1, left = gutter(width), found = [];
+  const scale = scaleOf(width, height, devicePixelRatio || 1), left = gutter(width), found = [];
   canvas.width = width * scale; canvas.height = height * scale;
   canvas.style.width = `${width}px`; canvas.style.height = `${height}px`;
   const paint = canvas.getContext("2d"), x = (unix) => left + ((unix - view.start) / (view.end - view.start)) * (width - left);
@@ -159,7 +159,7 @@ function Shares({ lanes, view }) {
 }
 
 export function TimelineView({ account }) {
-  const { data: runs } = useData("/api/v1/runs?limit=200", 30000), { data: tenants } = useData(account.role === "admin" ? "/api/v1/tenants?limit=200" : null, 30000);
+  const { data: runs } = useData("/api/v1/runs?limit=200", 30000), { data: tenants } = useData(account.role === "admin" ? "/api/v1/tenants?limit=1000" : null, 30000, getAll);
   const names = Object.fromEntries([...(runs?.runs ?? []).map((run) => [run.id, run.name]), ...(tenants ?? []).map((one) => [one.id, one.name])]);
   return html`<div class="bar"><h1>Timeline</h1><span class="muted">${account.role === "admin" ? "workers and tenants" : "workers and your runs; work of others without a name"}</span></div><${Timeline} account=${account} names=${names} />`;
 }

@@ -102,6 +102,8 @@ async def delete_tenant(service: Service, owner: Administrator, tenant: str, for
     finally:
         for key in keys:
             service.keys.forget(key.hash)
+    for key in keys:
+        service.connections.cut(key.hash)
 
 
 @routes.put("/tenants/{tenant}/limits")
@@ -148,7 +150,7 @@ async def revoke_key(service: Service, owner: Administrator, tenant: str, key: s
         raise Conflict(f"key {key} is already revoked")
     now = service.context.clock.time()
     await service.context.store.write(tenant_rows.revoke_key, row.id, found.hash, now)
-    service.keys.forget(found.hash)
+    service.revoked(found.hash)
     return _key_view(found, now)
 
 

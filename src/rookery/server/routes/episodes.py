@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query, Response
 
 from rookery.controller.episode_views import EpisodePage, EpisodeReading, FailureView, GroupPage, GroupView
 from rookery.controller.views import JobHealthView
-from rookery.server.auth import AuthenticatedRoute, Service
+from rookery.server.auth import AuthenticatedRoute, Service, room_for
 from rookery.server.paging import decoded, encoded
 from rookery.server.responses import ERRORS, view_response
 from rookery.server.routes.jobs import OfJob
@@ -23,7 +23,7 @@ Reward = Annotated[float | None, Query(allow_inf_nan=False)]
 Name = Annotated[str, Path(max_length=200)]
 
 
-@routes.get("/jobs/{job}/groups", response_model=GroupPage)
+@routes.get("/jobs/{job}/groups", response_model=GroupPage, dependencies=[room_for()])
 async def groups(
     service: Service,
     job: OfJob,
@@ -38,14 +38,14 @@ async def groups(
     return await view_response(service.encoders, found)
 
 
-@routes.get("/jobs/{job}/groups/{group}", response_model=GroupView)
+@routes.get("/jobs/{job}/groups/{group}", response_model=GroupView, dependencies=[room_for()])
 async def group(service: Service, job: OfJob, group: Name) -> Response:
-    """One group with the replies of its episodes."""
+    """One group with the replies of its episodes, as far as 16 MB hold them as they are stored."""
     found = await service.controller.queries.episodes.group(job.tenant, job.id, group)
     return await view_response(service.encoders, found)
 
 
-@routes.get("/jobs/{job}/episodes", response_model=EpisodePage)
+@routes.get("/jobs/{job}/episodes", response_model=EpisodePage, dependencies=[room_for()])
 async def episodes(
     service: Service,
     job: OfJob,
@@ -70,7 +70,7 @@ async def episodes(
     return await view_response(service.encoders, found)
 
 
-@routes.get("/jobs/{job}/episodes/{episode}", response_model=EpisodeReading)
+@routes.get("/jobs/{job}/episodes/{episode}", response_model=EpisodeReading, dependencies=[room_for()])
 async def episode(service: Service, job: OfJob, episode: Name) -> Response:
     """One episode: its conversation, what each turn earned, and its tokens with log-probabilities and versions."""
     found = await service.controller.queries.episodes.episode(job.tenant, job.id, episode)
@@ -83,7 +83,7 @@ async def failures(service: Service, job: OfJob, limit: Annotated[int, Query(ge=
     return await service.controller.queries.episodes.failures(job.tenant, job.id, limit)
 
 
-@routes.get("/jobs/{job}/health")
+@routes.get("/jobs/{job}/health", dependencies=[room_for()])
 async def job_health(service: Service, job: OfJob) -> JobHealthView:
     """Alarms about the job, each with what to do; advice where nothing is wrong."""
     return await service.controller.queries.job_health(job.tenant, job.id)

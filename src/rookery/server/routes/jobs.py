@@ -23,7 +23,8 @@ from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Resp
 
 from rookery.aio import cancel_all
 from rookery.controller.episode_views import DryRun, EpisodeView
-from rookery.controller.feeds import FeedRow
+from rookery.controller.episodes import RECENT_BYTES
+from rookery.controller.feeds import FeedJob, FeedRow
 from rookery.controller.queries import evaluation_view
 from rookery.controller.views import (
     NUMBER,
@@ -37,7 +38,7 @@ from rookery.controller.views import (
     VersionView,
 )  # fmt: skip
 from rookery.errors import NotFound
-from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
+from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext, room_for
 from rookery.server.paging import Limit, Paged, encoded_page, mark_next
 from rookery.server.peft_archive import pack, unpack
 from rookery.server.responses import ERRORS, Stream, encoded_view, event_data, uploaded
@@ -117,7 +118,7 @@ async def dry_run(service: Service, owner: Owner, data: JobData) -> DryRun:
     return await service.controller.dry_run(owner.id, data)
 
 
-@routes.get("/jobs", response_model=list[JobView], tags=["jobs"])
+@routes.get("/jobs", response_model=list[JobView], dependencies=[room_for()], tags=["jobs"])
 async def list_jobs(service: Service, owner: Owner, page: Paged) -> Response:
     """A page of the tenant's jobs, newest first, of up to 4 MB. Where more follow, the header ``X-Next-Page`` has their
     ``after``."""
@@ -172,7 +173,10 @@ async def act(service: Service, job: OfJob, action: Literal["pause", "resume", "
     return await service.controller.queries.show(job.tenant, job.id)
 
 
-@routes.get("/jobs/{job}/metrics", response_model=list[MetricsRow], response_model_exclude_unset=True, tags=["results"])
+@routes.get(
+    "/jobs/{job}/metrics", response_model=list[MetricsRow], response_model_exclude_unset=True,
+    dependencies=[room_for()], tags=["results"],
+)  # fmt: skip
 async def metrics(service: Service, job: OfJob, after: After = -1, limit: StepLimit = STEPS) -> Response:
     """One row per optimizer step, the first ``limit``. Where more follow, the header ``X-Next-Page`` has
     their ``after``."""
@@ -222,16 +226,18 @@ async def events(
 
 
 @routes.get(
-    "/jobs/{job}/trajectories", response_model=list[EpisodeView], response_model_exclude_unset=True, tags=["results"]
-)
+    "/jobs/{job}/trajectories", response_model=list[EpisodeView], response_model_exclude_unset=True,
+    dependencies=[room_for(4 * RECENT_BYTES)], tags=["results"],
+)  # fmt: skip
 async def trajectories(service: Service, job: OfJob, limit: Limit = 20, version: OfVersion = None) -> Response:
-    """Recent episodes: text, tokens, log-probabilities, versions, rewards."""
+    """Recent episodes: text, tokens, log-probabilities, versions, rewards; fewer than ``limit`` where these have more
+    than 16 MB as they are stored."""
     found = await service.controller.queries.episodes.trajectories(job.tenant, job.id, limit, version)
     encoded = await service.encoders(lambda: b",".join(encoded_view(view, exclude_unset=True) for view in found))
     return Response(b"[" + encoded + b"]", media_type="application/json")
 
 
-@routes.get("/jobs/{job}/evaluations", response_model=list[EvaluationView], tags=["results"])
+@routes.get("/jobs/{job}/evaluations", response_model=list[EvaluationView], dependencies=[room_for()], tags=["results"])
 async def evaluations(
     service: Service,
     job: OfJob,
@@ -249,7 +255,10 @@ async def evaluations(
     )  # fmt: skip
 
 
-@routes.get("/jobs/{job}/policies/{policy}/versions", response_model=list[VersionView], tags=["results"])
+@routes.get(
+    "/jobs/{job}/policies/{policy}/versions", response_model=list[VersionView], dependencies=[room_for()],
+    tags=["results"],
+)  # fmt: skip
 async def versions(service: Service, job: OfJob, policy: str, page: Paged) -> Response:
     """A page of a policy's versions, oldest first, of up to 4 MB."""
     fetch = partial(service.controller.queries.versions, job.tenant, job.id, policy)
@@ -362,8 +371,8 @@ async def _follow_job(
                         yield row.encoded
                     case ("rollback", int() as step):
                         yield _event("rollback", msgspec.json.encode({"step": step}), max(step, 0))
-                    case (kind, JobView() as view):
-                        yield _event(kind, view.model_dump_json().encode())
+                    case (kind, FeedJob() as changed):
+                        yield _event(kind, changed.encoded)
                     case ("quiet", None):
                         yield b": heartbeat\n\n"
                 upcoming = asyncio.create_task(charged(anext(events, None)))

@@ -26,16 +26,16 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from rookery.aio import Portions, cancel_all, in_portions, unless, wait_event
+from rookery.bounds import TOOLS
 from rookery.controller.prompts import CallOptions, PreparedPrompt, Sampling
 from rookery.controller.rollout.request import SamplingResult
 from rookery.controller.validation import Target
 from rookery.errors import NotFound, RookeryError, TooManyRequests, Unauthorized, Unavailable, UserError, shortage
-from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
+from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext, make_room, room_for
 from rookery.server.bodies import off_loop
 from rookery.server.completion_formats import ChatFormat, Choice, ResponseFormat, TextFormat
 from rookery.server.fine_tuning import is_fine_tuning, model_name
 from rookery.server.openai import (
-    TOOLS,
     ChatRequest,
     CompletionOptions,
     CompletionRequest,
@@ -144,7 +144,7 @@ async def complete_chat(
     service: ServiceContext, source: Sampling, owner: str, request: Request, options: ChatRequest
 ) -> Response:
     """A chat of ``source``."""
-    refuse_unsupported(options.unknown)
+    refuse_unsupported(options.model_extra)
     messages, schemas = await service.threads(_read_chat, options)
     target, chat = await source.open(owner, options.model)
     if options.top_logprobs and not options.logprobs:
@@ -177,6 +177,7 @@ Schemas = tuple[dict[str, str], dict[str, str]]
 def _read_chat(options: ChatRequest) -> tuple[list[dict[str, Any]], Schemas]:
     """The messages of a chat as templates expect them, and its schemas. It runs in a thread, once for all choices.
     Raises :class:`UnsupportedField`."""
+    refuse_unsupported(dict(options.unread_within()))
     messages = [message.for_template(f"messages.{number}") for number, message in enumerate(options.messages)]
     _ = options.logits  # the choices share it
     return messages, (options.offered_schemas, options.followed_schema)
@@ -278,7 +279,9 @@ async def respond(
         return await _streamed(request, growth, _response_events(service, form, choices[0], growth, request), headers)
     if not await unless(disconnected(request), _exhaust(growth)):
         return Response(status_code=CLIENT_GONE)
-    return await _whole(service, form.size(choices[0]), headers, lambda: form.body(choices[0], _usage(choices)))
+    return await _whole(
+        service, request, form.size(choices[0]), headers, lambda: form.body(choices[0], _usage(choices))
+    )
 
 
 @token_routes.post("/generate", response_model=dict[str, Any], name="generate_tokens")
@@ -293,7 +296,7 @@ async def complete_tokens(
 ) -> Response:
     """Token ids of ``source``."""
     refuse_unsupported(asked.model_extra)
-    refuse_unsupported(asked.sampling_params.model_extra)
+    refuse_unsupported(asked.sampling_params.unknown)
     options = asked.sampling_params.model_copy(update={"return_token_ids": asked.return_token_ids})
     target, chat = await source.open(owner, asked.model)
     _limit_choices(options, 1)
@@ -310,7 +313,7 @@ def _prepare_tokens(
     return source.prepare(target, chat, asked.token_ids)
 
 
-@routes.get("/models", response_model=dict[str, Any], name="openai_models")
+@routes.get("/models", response_model=dict[str, Any], dependencies=[room_for()], name="openai_models")
 async def list_models(service: Service, owner: Owner) -> Response:
     """The models available now: base models that a worker has, the versions of the tenant's jobs, and its newest
     fine-tuned models by their names."""
@@ -327,15 +330,20 @@ async def list_models(service: Service, owner: Owner) -> Response:
         for job in jobs
         if is_fine_tuning(job.spec)
     ]
-    return json_response({"object": "list", "data": [_model(row["name"], row) for row in rows]})
+
+    def response() -> Response:
+        return json_response({"object": "list", "data": [_model(row["name"], row) for row in rows]})
+
+    return await service.encoders(response)
 
 
-@routes.get("/models/{model:path}", response_model=dict[str, Any])
+@routes.get("/models/{model:path}", response_model=dict[str, Any], dependencies=[room_for()])
 async def show_model(service: Service, owner: Owner, model: str) -> Response:
     """One model, by any of its names."""
     found = await service.controller.completions.find(owner.id, model)
-    rows = {row["name"]: row for row in await service.controller.completions.targets(owner.id)}
-    return json_response(_model(model, rows.get(found.name, {"created": 0.0, "owner": "rookery"})))
+    rows = await service.controller.completions.targets(owner.id)
+    known = (row for row in rows if row["name"] == found.name)
+    return json_response(_model(model, next(known, {"created": 0.0, "owner": "rookery"})))
 
 
 def unknown_paths(prefix: str, *others: str) -> APIRouter:
@@ -387,7 +395,7 @@ async def _respond(
         return await _streamed(request, growth, _events(form, choices, growth, request), headers)
     if not await unless(disconnected(request), _exhaust(growth)):
         return Response(status_code=CLIENT_GONE)
-    return await _whole(service, form.size(choices), headers, lambda: form.body(choices, _usage(choices)))
+    return await _whole(service, request, form.size(choices), headers, lambda: form.body(choices, _usage(choices)))
 
 
 async def _streamed(
@@ -406,9 +414,14 @@ async def _streamed(
 
 
 async def _whole(
-    service: ServiceContext, size: int, headers: Mapping[str, str], body: Callable[[], dict[str, Any]]
+    service: ServiceContext,
+    request: Request,
+    size: int,
+    headers: Mapping[str, str],
+    body: Callable[[], dict[str, Any]],
 ) -> Response:
     """The response with ``body``, which has about ``size`` bytes."""
+    await make_room(service, request, size)
     response = await off_loop(service.encoders, size, lambda: json_response(body()))
     response.headers.update(headers)
     return response

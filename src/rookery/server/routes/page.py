@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Path, Request, Response
 
 from rookery.errors import Forbidden, NotFound, TooManyRequests
-from rookery.server.auth import AuthenticatedRoute, KeyHolder, Owner, Service
+from rookery.server.auth import AuthenticatedRoute, KeyHolder, Owner, Service, address_of
 from rookery.server.responses import ERRORS, client_scheme
 from rookery.server.schemas import AccountView, SignInLink
 from rookery.server.signin import HEADER
@@ -91,7 +91,7 @@ async def use_link(
     """Sets the cookie of the page, once for each link. It needs no key, and counts as a wrong one where it is none."""
     if HEADER not in request.headers:
         raise Forbidden(f"links are for the page, which sends {HEADER}")
-    address = request.client.host if request.client is not None else ""
+    address = address_of(request)
     link_hash = hashlib.sha256(link.encode()).hexdigest()
     try:
         service.failed_keys.check(address, link_hash)
@@ -121,7 +121,7 @@ async def account(service: Service, owner: Owner) -> AccountView:
     view = context.rooms.quotas.view(owner.id)
     adapters, size = await context.store.read(tenants.stored, owner.id)
     used = {
-        "jobs": len(service.controller.jobs.runners.of(tenant=owner.id)),
+        "jobs": service.controller.jobs.runners.count(tenant=owner.id),
         "waiting_jobs": len(service.controller.jobs.waiting_of(owner.id)),
         "requests": view["requests"], "tokens_per_day": view["tokens_today"], "adapters": adapters, "bytes": size,
         "models": len(service.controller.jobs.models(owner.id)),

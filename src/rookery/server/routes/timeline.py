@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Response
 
 from rookery.controller.activity import Reader
 from rookery.errors import UserError
-from rookery.server.auth import AuthenticatedRoute, Caller, Owner, Service, ServiceContext
+from rookery.server.auth import AuthenticatedRoute, Caller, Owner, Service, ServiceContext, room_for
 from rookery.server.responses import ERRORS
 from rookery.server.routes.jobs import OfJob
 from rookery.server.schemas import TimelineView, TraceView
@@ -53,7 +53,7 @@ async def timeline(
     return _json(await activity.timeline(_reader(owner), *_times(service, start, end, seconds), columns))
 
 
-@routes.get("/timeline/trace", response_model=TraceView)
+@routes.get("/timeline/trace", response_model=TraceView, dependencies=[room_for()])
 async def trace(service: Service, owner: Owner, start: Time = 0, end: Time = None) -> Response:
     """The same of all the time that is kept, as a trace in Chrome's JSON format, which
     https://ui.perfetto.dev opens."""
@@ -72,7 +72,7 @@ async def job_timeline(
     return _json(await activity.timeline(Reader(job.tenant, (job.id,)), *_times(service, start, end, seconds), columns))
 
 
-@routes.get("/jobs/{job}/trace", response_model=TraceView)
+@routes.get("/jobs/{job}/trace", response_model=TraceView, dependencies=[room_for()])
 async def job_trace(service: Service, job: OfJob, start: Time = 0, end: Time = None) -> Response:
     """The trace of one job; all other work is ``busy``."""
     activity = service.controller.queries.activity

@@ -53,17 +53,19 @@ async def usage_csv(service: Service, owner: Owner) -> Response:
 
 async def _csv(service: ServiceContext, tenant: str | None) -> AsyncIterator[str]:
     yield ",".join(UsageLine.model_fields) + "\r\n"
-    offset, total = 0, 1
-    while offset < total:
-        choice = RunChoice(tenant, order="created", descending=False, offset=offset, limit=PAGE)
-        found, total = await service.controller.queries.runs(choice)
+    after: tuple[float, str] | None = None  # not a count: a job may be deleted meanwhile
+    while True:
+        choice = RunChoice(tenant, order="created", descending=False, after=after, limit=PAGE)
+        found, _ = await service.controller.queries.runs(choice)
         out = io.StringIO()
         for run in found:
             row = _line(run).model_dump()
             row |= {name: _date(row[name]) for name in ("created", "finished")}
             csv.writer(out).writerow(row.values())
         yield out.getvalue()
-        offset += PAGE
+        if len(found) < PAGE:
+            return
+        after = (found[-1].created, found[-1].id)
 
 
 def _date(time: float) -> str:

@@ -20,7 +20,7 @@ from rookery.aio import unless
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import QueueStatus
 from rookery.errors import RookeryError, UserError
-from rookery.server.auth import Owner, Service, ServiceContext
+from rookery.server.auth import Owner, Service, ServiceContext, address_of, make_room
 from rookery.server.bodies import JSON_ITEMS, off_loop
 from rookery.server.responses import compression_of, json_response
 from rookery.server.tinker import protobuf, schemas
@@ -82,7 +82,7 @@ async def load_weights(service: Service, owner: Owner, request: Request) -> Resp
 async def get_info(service: Service, owner: Owner, request: Request) -> Response:
     body = await schemas.GetInfo.read(request)
     row, policy = await service.context.store.read(sessions.get_model, owner.id, body.model_id)
-    address = "" if request.client is None else request.client.host
+    address = address_of(request)
     tokenizer = tokenizer_of(row.base_model, address, service.context.settings)
     return json_response({
         "type": "get_info",
@@ -226,28 +226,33 @@ async def retrieve_future(service: Service, owner: Owner, request: Request) -> R
         result = await unless(service.closing.wait(), waiting)
         if result is None:
             result = QueueStatus(reason="the service stops; it resumes at its next start")
-        return await _result(service, body.request_id, result)
+        return await _result(service, request, body.request_id, result)
     except RookeryError as error:
         if error.status < 500:
             raise
         log.warning("result of %s: %s", body.request_id, error)
         await service.context.clock.sleep(service.context.settings.worker.heartbeat_seconds)
-        return await _result(service, body.request_id, QueueStatus(reason=str(error)))
+        return await _result(service, request, body.request_id, QueueStatus(reason=str(error)))
     except Exception as error:
         log.exception("result of %s", body.request_id)
         failed = f"internal error ({type(error).__name__}); the log has it"
-        return await _result(service, body.request_id, operations.OperationFailed(error=failed, category="server"))
+        return await _result(
+            service, request, body.request_id, operations.OperationFailed(error=failed, category="server")
+        )
 
 
-async def _result(service: ServiceContext, request: str, result: operations.AnyResult | QueueStatus) -> Response:
-    """The result as the client reads it: protobuf for the large ones, JSON for the others."""
+async def _result(
+    service: ServiceContext, request: Request, id: str, result: operations.AnyResult | QueueStatus
+) -> Response:
+    """The result of the operation ``id`` as the client reads it: protobuf for the large ones, JSON for the others."""
     content: dict[str, Any]
     match result:
         case operations.ForwardBackwardResult() | operations.SampleResult():
+            await make_room(service, request, protobuf.size_of(result))
             return Response(await service.encoders(protobuf.encode, result), media_type=protobuf.PROTOBUF)
         case QueueStatus():
             state = "paused_capacity" if result.paused else "active"
-            content = {"type": "try_again", "request_id": request, "queue_state": state}
+            content = {"type": "try_again", "request_id": id, "queue_state": state}
             content["queue_state_reason"] = result.reason or None
         case operations.OptimStepResult():
             content = {"metrics": {name: value for name, value in result.metrics.items() if math.isfinite(value)}}

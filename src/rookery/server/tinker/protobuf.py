@@ -27,6 +27,7 @@ from rookery import protocol
 from rookery.controller.sessions.operations import ForwardBackwardOperation, ForwardBackwardResult, SampleResult
 from rookery.errors import UserError, installs, short
 from rookery.server.bodies import INLINE_BYTES, BodyRefused
+from rookery.server.response_room import LARGE_BYTES
 from rookery.spec.policy import LOSS_PARAMETERS
 
 PROTOBUF = "application/x-protobuf"
@@ -321,10 +322,21 @@ def _tensor(message: Any) -> Tensor:
         raise UserError("a sparse tensor's indices do not fit its shape")
     if math.prod(shape) > TARGETS:
         raise UserError(f"a sparse tensor has shape {list(shape)}: a request may have {TARGETS} targets")
-    return Tensor(values, shape, np.repeat(np.arange(shape[0]), np.diff(crow)) * shape[1] + columns)
+    cells = np.repeat(np.arange(shape[0]), np.diff(crow)) * shape[1] + columns
+    if len(np.unique(cells)) != len(cells):
+        raise UserError("a sparse tensor's indices do not fit its shape: a row has a column twice")
+    return Tensor(values, shape, cells)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
+
+
+def size_of(result: ForwardBackwardResult | SampleResult) -> int:
+    """About how many bytes :func:`encode` makes, or more."""
+    if isinstance(result, ForwardBackwardResult):
+        return 4 * sum(map(math.prod, result.shapes))
+    scores = 0 if result.prompt_logprobs is None else 4 * len(result.prompt_logprobs)
+    return 8 * sum(len(text.tokens) for text in result.texts) + scores + (LARGE_BYTES if result.topk is not None else 0)
 
 
 def encode(result: ForwardBackwardResult | SampleResult) -> bytes:

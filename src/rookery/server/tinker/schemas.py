@@ -12,7 +12,7 @@ from json import JSONDecodeError
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from rookery import protocol
 from rookery.bounds import (
@@ -21,6 +21,7 @@ from rookery.bounds import (
     FLOAT32,
     FLOAT32_LEAST,
     INTEGER,
+    GivenModel,
     Integer,
     Line,
     Metadata,
@@ -59,7 +60,7 @@ Labels = Annotated[dict[Name, Line], Field(max_length=100)]
 """A checkpoint's metadata."""
 
 
-class TinkerRequest(BaseModel):
+class TinkerRequest(GivenModel):
     """Base."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -117,7 +118,7 @@ class ClientConfig(TinkerRequest):
 
 
 class CreateSession(TinkerRequest):
-    tags: Annotated[list[Name], Field(max_length=100)] = []
+    tags: Annotated[list[Name], Field(max_length=100)] = Field(default_factory=list)
     user_metadata: Metadata | None = None
     sdk_version: Name = ""
     project_id: Name | None = None
@@ -129,7 +130,7 @@ class SessionHeartbeat(TinkerRequest):
 
 
 class FinishSession(TinkerRequest):
-    reason: Metadata = {}
+    reason: Metadata = Field(default_factory=dict)
     detail: Line | None = None
 
 
@@ -152,7 +153,7 @@ class LoraConfig(TinkerRequest):
     train_attn: bool = True
 
 
-class OptimizerConfig(BaseModel):
+class OptimizerConfig(GivenModel):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, SmallJson]
 
@@ -193,11 +194,11 @@ class ModelRequest(Turn):
 
 
 class AdamParams(TinkerRequest):
-    learning_rate: float = Field(0.0001, ge=0, lt=FLOAT32, allow_inf_nan=False)
+    learning_rate: float = Field(0.0001, ge=0, lt=FLOAT32)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-12, ge=FLOAT32_LEAST, lt=FLOAT32, allow_inf_nan=False)
-    weight_decay: float = Field(0.0, ge=0, lt=FLOAT32, allow_inf_nan=False)
+    eps: float = Field(1e-12, ge=FLOAT32_LEAST, lt=FLOAT32)
+    weight_decay: float = Field(0.0, ge=0, lt=FLOAT32)
     grad_clip_norm: float = Field(0.0, ge=0)
 
 
@@ -334,7 +335,7 @@ class SamplingParams(TinkerRequest):
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: StopText | Annotated[list[StopText] | list[Token], Field(max_length=100)] | None = None
     """Texts, or tokens in place of those that end the model's replies; an empty list disables all."""
-    temperature: Temperature = Field(1.0, allow_inf_nan=False)
+    temperature: Temperature = 1.0
     top_k: Integer = -1
     top_p: float = 1.0
 

@@ -3,17 +3,18 @@ training runs and checkpoints, and what can be done with a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from rookery.controller.activity import Reader
 from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.controller.weights.tickets import TICKET_SECONDS
 from rookery.errors import NotFound, UserError
-from rookery.server.auth import Owner, Service
+from rookery.server.auth import Owner, Service, admit_ticket, make_room, room_for
 from rookery.server.paging import Limit
 from rookery.server.peft_archive import ADAPTER_FILES, pack, stream
 from rookery.server.responses import METHODS, Stream, error_response, json_response, public_address
@@ -22,16 +23,20 @@ from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, older_than_support
 from rookery.storage.columns import Page
 from rookery.storage.models import CheckpointKind, CheckpointRow, ModelRow
 from rookery.storage.repositories.sessions import (
+    checkpoint_cursor,
     count_checkpoints,
     count_models,
     expire_checkpoint,
     get_model,
+    get_session,
     ids_of_session,
     list_checkpoints,
     list_models,
     list_sessions,
     newest_checkpoints,
+    policies_of_session,
 )
+from rookery.storage.store import pages
 from rookery.tokenization.registry import inspect, status
 
 routes = APIRouter()
@@ -134,7 +139,8 @@ async def search_sessions(owner: Owner) -> Response:
 
 @routes.get("/sessions/{session}")
 async def session(service: Service, owner: Owner, session: str) -> Response:
-    row = await service.controller.sessions.get(owner.id, session)
+    await service.controller.sessions.get(owner.id, session)
+    row = await service.context.store.read(get_session, owner.id, session)
     models, samplers = await service.context.store.read(ids_of_session, owner.id, session)
     return json_response({
         "training_run_ids": models,
@@ -149,34 +155,37 @@ async def trace_export(service: Service, owner: Owner, session: str, request: Re
     """The address of a trace of the session's calls in Chrome's JSON format, valid for ``ticket_seconds`` without a
     key. It is made when it is read, so it is ready at once."""
     await service.controller.sessions.get(owner.id, session)
-    ticket = service.controller.tickets.grant(_trace_of(owner.id, session))
-    url = f"{_base(service, request)}/traces/{ticket}/{owner.id}/{session}"
+    ticket = service.controller.tickets.grant(owner.id, _trace_of(session))
+    url = f"{_base(service, request)}/traces/{ticket}/{session}"
     return json_response({"status": "ready", "url": url})
 
 
-@routes.get("/traces/{ticket}/{tenant}/{session}")
-async def trace(service: Service, ticket: str, tenant: str, session: str) -> Response:
-    if not service.controller.tickets.reads(ticket, _trace_of(tenant, session)):
-        raise NotFound("no such trace, or its address has expired")
-    runs, _ = await service.context.store.read(ids_of_session, tenant, session)
-    policies = [(await service.context.store.read(get_model, tenant, run))[0].policy for run in runs]
+@routes.get("/traces/{ticket}/{session}")
+async def trace(service: Service, request: Request, ticket: str, session: str) -> Response:
+    tenant = (await admit_ticket(service, request, ticket, _trace_of(session))).id
+    await make_room(service, request)
+    policies = await service.context.store.read(policies_of_session, tenant, session)
     now, reader = service.context.clock.time(), Reader(tenant, (session,), policies)
     return Response(await service.controller.queries.activity.trace(reader, 0.0, now), media_type="application/json")
 
 
-def _trace_of(tenant: str, session: str) -> str:
+def _trace_of(session: str) -> str:
     """The subject of a ticket for a session's trace: never the hash of an artifact."""
-    return f"trace of {session} of {tenant}"
+    return f"trace of {session}"
 
 
-@routes.get("/training_runs")
+@routes.get("/training_runs", dependencies=[room_for()])
 async def training_runs(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
     store = service.context.store
     rows = await store.read(list_models, owner.id, Page(limit, offset=offset))
     newest = await store.read(newest_checkpoints, owner.id, [row.id for row in rows])
-    shown = [_run(owner, row, newest) for row in rows]
     total = await store.read(count_models, owner.id)
-    return json_response({"training_runs": shown, "cursor": _cursor(offset, limit, total)})
+
+    def response() -> Response:
+        shown = [_run(owner, row, newest) for row in rows]
+        return json_response({"training_runs": shown, "cursor": _cursor(offset, limit, total)})
+
+    return await service.encoders(response)
 
 
 @routes.get("/training_runs/{run}")
@@ -186,22 +195,37 @@ async def training_run(service: Service, owner: Owner, run: str) -> Response:
     return json_response(_run(owner, row, newest))
 
 
-@routes.get("/training_runs/{run}/checkpoints")
-async def checkpoints_of(service: Service, owner: Owner, run: str, sdk: SdkVersion = None) -> Response:
+@routes.get("/training_runs/{run}/checkpoints", dependencies=[room_for()])
+async def checkpoints_of(
+    service: Service, owner: Owner, run: str, request: Request, sdk: SdkVersion = None
+) -> Response:
+    """All of them, since the request has no page; they are read and encoded by the page."""
     store = service.context.store
     await store.read(get_model, owner.id, run)  # an unknown run is not an empty one
-    rows = await store.read(list_checkpoints, owner.id, run)
-    return json_response({"checkpoints": [_checkpoint(row, sdk) for row in rows]})
+    parts = list[bytes]()
+    async for rows in pages(lambda page: store.read(list_checkpoints, owner.id, run, page), checkpoint_cursor):
+        parts += await service.encoders(_encoded_checkpoints, rows, sdk)
+        await request.state.pause()
+    return Response(b'{"checkpoints":[%b]}' % b",".join(parts), media_type="application/json")
 
 
-@routes.get("/checkpoints")
+def _encoded_checkpoints(rows: Sequence[CheckpointRow], sdk: str | None) -> list[bytes]:
+    return [msgspec.json.encode(_checkpoint(row, sdk)) for row in rows]
+
+
+@routes.get("/checkpoints", dependencies=[room_for()])
 async def checkpoints(
     service: Service, owner: Owner, limit: Limit = 100, offset: Offset = 0, sdk: SdkVersion = None
 ) -> Response:
     store = service.context.store
     rows = await store.read(list_checkpoints, owner.id, None, Page(limit, offset=offset))
-    shown, total = [_checkpoint(row, sdk) for row in rows], await store.read(count_checkpoints, owner.id)
-    return json_response({"checkpoints": shown, "cursor": _cursor(offset, limit, total)})
+    total = await store.read(count_checkpoints, owner.id)
+
+    def response() -> Response:
+        shown = [_checkpoint(row, sdk) for row in rows]
+        return json_response({"checkpoints": shown, "cursor": _cursor(offset, limit, total)})
+
+    return await service.encoders(response)
 
 
 @routes.delete("/training_runs/{run}/checkpoints/{kind}/{name}", status_code=204)
@@ -245,7 +269,7 @@ async def archive_url(service: Service, owner: Owner, run: str, kind: str, name:
 async def _grant(service: Service, owner: Owner, path: str, request: Request) -> tuple[str, str]:
     """The base address of a checkpoint's files, and when it expires."""
     row, _, _ = await find_checkpoint(service.context, owner.id, path)
-    ticket = service.controller.tickets.grant(row.hash)
+    ticket = service.controller.tickets.grant(owner.id, row.hash)
     base = f"{_base(service, request)}/external/{ticket}/{row.hash}"
     return base, _time(service.context.clock.time() + TICKET_SECONDS)
 
@@ -258,10 +282,12 @@ def _base(service: Service, request: Request) -> str:
 
 @routes.get("/external/{ticket}/{digest}/{file}")
 async def external(
-    service: Service, ticket: str, digest: str, file: str, range: Annotated[str | None, Header()] = None
-) -> Response:
-    if file not in (*ADAPTER_FILES, ARCHIVE) or not service.controller.tickets.reads(ticket, digest):
-        raise NotFound("no such file, or its address has expired")
+    service: Service, request: Request, ticket: str, digest: str, file: str,
+    range: Annotated[str | None, Header()] = None,
+) -> Response:  # fmt: skip
+    await admit_ticket(service, request, ticket, digest)
+    if file not in (*ADAPTER_FILES, ARCHIVE):
+        raise NotFound(f"no such file; there are {', '.join(ADAPTER_FILES)} and {ARCHIVE}")
     if file != ARCHIVE:
         return await service.openers(stream, service.context.artifacts, digest, file, range)
     manifest = await service.openers(service.context.artifacts.open, digest)

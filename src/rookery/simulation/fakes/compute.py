@@ -28,8 +28,9 @@ TOLERANCE = 1e-6
 class QueuedOperation:
     op: Operation
     run: Callable[[], FakeOperationResult]
+    """Applies the operation; called when its time has passed."""
     seconds: float
-    """Of computing, still to be done."""
+    """The rest of its computing time."""
 
 
 class FakeCompute:
@@ -70,17 +71,17 @@ class FakeCompute:
         self._stopping = False
 
     def wake(self) -> None:
-        """Something was added or removed."""
+        """Look for work again: something was added or removed."""
         if not self._woken.done():
             self._woken.set_result(None)
 
     def switch(self, message: protocol.SwitchAdapter) -> None:
-        """Between two slices the request continues with another adapter, which is here."""
+        """Have the request continue with another adapter, which is here, after the present slice."""
         self._switches.append(message)
         self.wake()
 
     def release(self, message: protocol.Abort) -> None:
-        """Between two slices the request ends, to continue elsewhere."""
+        """Have the request end after the present slice, to continue at another worker."""
         self._releases.append(message)
         self.wake()
 
@@ -192,7 +193,7 @@ class FakeCompute:
         self.engine.end(slices)
 
     async def _spend(self, seconds: float, slices: int) -> int:
-        """Wait for as many slices, or at a wake-up for those begun. Returns their number."""
+        """Wait for so many ``slices``, or after a wake-up for those that have begun by then. Returns their number."""
         if slices == 1:
             await asyncio.sleep(seconds)
             return 1

@@ -36,16 +36,18 @@ Finish = Literal["", "stop", "length", "error", "abort"]
 
 @dataclass(eq=False)
 class Row:
-    """One request."""
+    """A request that is here, from its submission until its last chunk was sent and nobody claims it again. Tokens are
+    numbered from the first of the reply."""
 
     request: protocol.Generate
     length: int
-    """Of the whole reply."""
+    """Tokens of the whole reply."""
     start: int
-    """Its first token that is sampled here."""
+    """The first token that is sampled here."""
     position: int
-    """Tokens of the reply when ``since`` was set, those of earlier workers included."""
+    """Tokens that the reply had when ``since`` was set last, those of earlier workers included."""
     sent: int
+    """The first token that the present connection has not been sent."""
     spans: list[tuple[int, protocol.AdapterRef | None]]
     """(token, adapter that samples from it on), ascending."""
     prefill: int = 0
@@ -58,8 +60,9 @@ class Row:
     error: str = ""
     """The engine fails the request with this error after its next token."""
     claimed: bool = True
+    """The present connection named it."""
     reported: bool = False
-    """Its last chunk was sent."""
+    """The present connection was sent its last chunk."""
     idle_since: float = 0.0
     """Seconds since which it is unclaimed or reported."""
 
@@ -83,9 +86,9 @@ class FakeEngine:
         self.preempted = 0
         """Times that a request lost its cache to others."""
         self.policies: Counter[str] = Counter()
-        """Running requests per policy …"""
+        """Running requests per policy."""
         self._tenants: Counter[str] = Counter()
-        """… and per tenant."""
+        """Running requests per tenant."""
         self._length = length
         self._requests: dict[str, Row] = {}
         self._waiting: list[Row] = []

@@ -69,8 +69,9 @@ class FakeHost:
         seconds: Callable[[str], float] = lambda environment: 0.0,
         keeps_episodes: bool = True,
     ) -> None:
-        """``environments`` maps full names to whether they are deterministic; ``seconds`` is the time of one reply of
-        an environment (of prompts: of ``""``). Unless it ``keeps_episodes``, it steps episodes that it never reset."""
+        """``environments``: by full name, whether an environment is deterministic. ``seconds(environment)`` is the time
+        of one of its replies; that of prompts is ``seconds("")``. Unless it ``keeps_episodes``, a host
+        also steps episodes that it never reset."""
         self.instance = instance
         self.environments = dict(environments)
         self.episodes: dict[str, dict[int, protocol.Observation]] = {}

@@ -21,6 +21,7 @@ from rookery.clock import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.offload.seeding import Seeding
+from rookery.controller.options import ControllerOptions
 from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.protocol.connection import Connection
@@ -89,13 +90,10 @@ class SimulatedService:
             ids=RandomIds(source),
             chat=chat_of,
             check_environment=lambda id, options: None,
-            provide=lambda model: None,
             jobs_folder=folder / "jobs",
-            scheduler=scheduler,
-            seeding=seeding,
-            plan=plan,
-            random_bytes=source.randbytes,
-            rollout_rules=rules,
+            options=ControllerOptions(
+                scheduler=scheduler, seeding=seeding, plan=plan, random_bytes=source.randbytes, rollout_rules=rules
+            ),
         )
 
     def worker(
@@ -130,8 +128,7 @@ class SimulatedService:
         """Opens connections to the controller, whose frames are logged under ``name``."""
 
         def dial() -> MemoryConnection:
-            ours, theirs = connection_pair()
-            theirs.observe = partial(self.log.add, name)
+            ours, theirs = connection_pair(partial(self.log.add, name))
             self._serving.start(serve(theirs))
             return ours
 

@@ -12,7 +12,8 @@ import msgspec
 from rookery import protocol
 from rookery.errors import RookeryError
 from rookery.simulation.fakes.compute import FakeCompute
-from rookery.simulation.fakes.connection import FaultyProcess, Phase, TicketRoutes
+from rookery.simulation.fakes.connection import TicketRoutes
+from rookery.simulation.fakes.faults import FaultyProcess, Phase
 from rookery.simulation.fakes.trainer import (
     ADAPTER,
     CONFIG,
@@ -26,7 +27,7 @@ from rookery.spec.machine import Machine
 
 
 class TrainingProcess(FaultyProcess, Protocol):
-    """The worker of these operations."""
+    """The part of a fake worker that its training operations use."""
 
     trainer: FakeTrainer
     compute: FakeCompute
@@ -46,10 +47,8 @@ UPLOAD_ATTEMPTS = 3
 
 
 class FakeTrainingOps:
-    """The training operations of a fake worker: fetch the batch and state, queue, upload the artifact, reply.
-
-    A policy's operations keep their order; policies do not wait for each other.
-    """
+    """Carries out an operation in four parts: fetch its batch and state, queue it, upload its artifact, reply. A
+    policy's operations keep their order; policies do not wait for each other."""
 
     def __init__(self, worker: TrainingProcess) -> None:
         self.trainer = worker.trainer
@@ -81,12 +80,13 @@ class FakeTrainingOps:
         self._compute.clear()
 
     def evict(self, policy: str) -> None:
+        """Delete the policy's state, and its operations that are not queued yet."""
         self.trainer.evict(policy)
         if (operations := self._policies.pop(policy, None)) is not None:
             operations[1].cancel()
 
     def _enqueue(self, message: PolicyOperation | protocol.VersionCommitted) -> None:
-        """A policy's operations keep their order; policies do not wait for each other."""
+        """Put ``message`` behind the earlier ones of its policy."""
         if message.policy not in self._policies:
             queue: asyncio.Queue[Any] = asyncio.Queue()
             self._policies[message.policy] = queue, self._worker.spawn(self._prepare_all(queue))
@@ -135,6 +135,7 @@ class FakeTrainingOps:
         await self.answer(FakeOperationResult(msgspec.structs.replace(stale(op, reason), category=category)))
 
     async def _load_parent(self, op: PolicyOperation) -> bool:
+        """Whether the trainer has loaded the version that ``op`` names; not one whose artifact is gone."""
         await asyncio.sleep(self._faults.delay("pull", self._machine.pull(state=True)))
         self._worker.pulled_bytes += self._machine.adapter_bytes + self._machine.state_bytes
         try:
@@ -149,13 +150,11 @@ class FakeTrainingOps:
 
     async def _init_adapter(self, op: protocol.InitAdapter) -> None:
         await self._die_in("begin")
-        source = None
-        if op.source is not None:
-            source = self._read(op.source.hash, ADAPTER)
+        source = self._read(op.source.hash, ADAPTER) if op.source is not None else None
         self._compute.queue(op, lambda: self.trainer.init_adapter(op, source))
 
     async def answer(self, result: FakeOperationResult) -> None:
-        """Upload what the operation made, and reply."""
+        """Upload the artifact of an operation that has one, and reply."""
         reply = result.reply
         if result.upload is not None:
             if ADAPTER in result.upload:
@@ -198,6 +197,7 @@ class FakeTrainingOps:
             return None
 
     async def _die_in(self, phase: Phase) -> None:
+        """Return unless the process dies in this phase of the operation."""
         if self._faults.dies(self._worker, phase):
             await asyncio.Event().wait()  # cancelled with the process
 

@@ -5,8 +5,8 @@
 * It dials in at once, and sends ``Ready`` when the base model is loaded. An adapter is pulled once;
   batches, adapters and states take their transfer time.
 * When its connection ends it keeps what it sampled and dials again; the controller claims requests with ``Generate``.
-* :meth:`FakeWorker.kill` ends it at once; :meth:`FakeWorker.drain` as SIGTERM does. :class:`Faults` are the hooks that
-  make it fail in other ways.
+* :meth:`FakeWorker.kill` ends it at once, :meth:`FakeWorker.drain` as SIGTERM does;
+  :mod:`rookery.simulation.fakes.faults` makes it fail in other ways.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rookery import protocol
 from rookery.aio import BackgroundTasks
 from rookery.protocol.connection import ConnectionClosed, introduce
 from rookery.simulation.fakes.compute import FakeCompute
-from rookery.simulation.fakes.connection import Faults, MemoryConnection, TicketRoutes
+from rookery.simulation.fakes.connection import MemoryConnection, TicketRoutes
+from rookery.simulation.fakes.faults import Faults
 from rookery.simulation.fakes.text import Length
 from rookery.simulation.fakes.trainer import FakeOperationResult, FakeTrainer
 from rookery.simulation.fakes.training_ops import FakeTrainingOps
@@ -385,11 +386,11 @@ class FakeWorker:
         return not self.frozen and digest in self._adapters
 
     async def _read(self, ref: protocol.AdapterRef) -> None:
-        """Read the adapter from one source after the other, at last from the service."""
+        """Take the time of reading the adapter from one source after the other, at last from the service."""
         sources = list(ref.sources)
         while sources:
             address = sources.pop(0)
-            for _ in range(2):  # it may end in the middle
+            for _ in range(2):  # the source may end in the middle of the transfer
                 await asyncio.sleep(self.faults.delay("pull", self.machine.pull()) / 2)
                 source = self.faults.peer(address)
                 if source is None or not source.serves(ref.hash):

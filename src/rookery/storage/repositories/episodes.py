@@ -23,13 +23,19 @@ from sqlalchemy import (
     type_coerce,
 )
 
-from rookery.storage.columns import fetch_all, get, rows
+from rookery.storage.columns import fetch_all, fitting, get
 from rookery.storage.models import EpisodeRow, GroupRow, GroupState, StepRow
 
 _BRIEF = [
     column for column in EpisodeRow.__table__.columns if column.name not in ("turns", "trajectories", "train_logprobs")
 ]
 """All but the texts and tokens of an episode, which may be megabytes."""
+
+TEXT_BYTES = func.length(EpisodeRow.trajectories) + func.length(EpisodeRow.turns)
+"""Of an episode, as it is stored."""
+
+GROUP_BYTES = 16 << 20
+"""Of the texts of a group that are read at once, as they are stored."""
 
 SEARCH_SECONDS = 0.08
 """After which a search ends with a place to continue from: it holds up nobody, and a page can show how far it is."""
@@ -104,9 +110,15 @@ def groups_page(
 
 
 def get_group(connection: Connection, tenant: str, job: str, group: str) -> GroupRow:
-    """With its episodes and their texts. Raises :class:`NotFound`."""
+    """With its episodes and their texts, without those of the last ones where all have more than :data:`GROUP_BYTES`.
+    Raises :class:`NotFound`."""
     row = get(connection, GroupRow, f"group {group} of job {job}", id=group, tenant=tenant, job=job)
-    row.episodes = tuple(rows(connection, EpisodeRow, group_id=group, order_by=(EpisodeRow.member,)))
+    of_group, order = EpisodeRow.group_id == group, EpisodeRow.member
+    sizes = connection.execute(select(TEXT_BYTES).where(of_group).order_by(order)).scalars()
+    whole = fitting(sizes, GROUP_BYTES)
+    texts = select(EpisodeRow).where(of_group).order_by(order).limit(whole)
+    others = select(*_BRIEF).where(of_group).order_by(order).offset(whole)
+    row.episodes = (*fetch_all(connection, EpisodeRow, texts), *fetch_all(connection, EpisodeRow, others))
     return row
 
 

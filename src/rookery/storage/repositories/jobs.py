@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,11 +33,25 @@ from sqlalchemy import (
     insert,
     or_,
     select,
+    type_coerce,
     update,
 )
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage.columns import Page, add, add_or_find, fetch_all, find, get, page_of, rows
+from rookery.storage.columns import (
+    DELETED_AT_ONCE,
+    JsonPart,
+    Page,
+    add,
+    add_or_find,
+    delete_some,
+    fetch_all,
+    find,
+    fitting,
+    get,
+    page_of,
+    rows,
+)
 from rookery.storage.models import (
     FINAL_JOB_STATES,
     EpisodeRow,
@@ -55,6 +70,7 @@ from rookery.storage.models import (
     UsageRow,
     VersionRow,
 )
+from rookery.storage.repositories.episodes import TEXT_BYTES
 from rookery.storage.repositories.versions import DROPPED, EVALUATIONS_AT_ONCE, empty_evaluations, is_live, use_shared
 
 _POLICIES = (
@@ -62,6 +78,7 @@ _POLICIES = (
     .where(PolicyRow.job == bindparam("job"), PolicyRow.tenant == bindparam("tenant"))
     .order_by(PolicyRow.name)
 )
+_BASE_MODEL = type_coerce(JobRow.spec, JsonPart(("base_model",)))
 _OWNER = select(JobRow.tenant).where(JobRow.id == bindparam("job"))
 _MOVE_CURSOR = update(JobRow).where(
     JobRow.id == bindparam("job"), JobRow.cursor == bindparam("start"), JobRow.finished.is_(None)
@@ -92,8 +109,11 @@ _SAVE_GROUPS_COUNTERS, _SAVE_EPISODES_COUNTERS = (
 
 Counters = Mapping[str, Any] | None
 
+TRIMMED_AT_ONCE = 256
+"""Groups that are trimmed by one statement."""
+
 JOBS_AT_ONCE = 16
-"""Finished jobs whose groups are deleted in one transaction."""
+"""Finished jobs whose groups are deleted when another one ends."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +198,8 @@ def list_jobs(connection: Connection, tenant: str, page: Page | None = None) -> 
 
 def base_models(connection: Connection, tenant: str) -> dict[str, str]:
     """The base model of each of the tenant's jobs."""
-    found = connection.execute(select(JobRow.id, JobRow.spec).where(JobRow.tenant == tenant))
-    return {row[0]: row[1]["base_model"] for row in found}
+    found = connection.execute(select(JobRow.id, _BASE_MODEL).where(JobRow.tenant == tenant))
+    return {id: spec["base_model"] for id, spec in found}
 
 
 def all_unfinished_jobs(connection: Connection) -> list[JobRow]:
@@ -439,16 +459,20 @@ def ready_groups(connection: Connection, job: str) -> list[GroupRow]:
 
 
 def recent_episodes(
-    connection: Connection, tenant: str, job: str, limit: int, version: int | None = None
+    connection: Connection, tenant: str, job: str, limit: int, version: int | None = None, most: float = math.inf
 ) -> list[tuple[GroupRow, EpisodeRow]]:
-    """The episodes that ended last (on one version, where given), newest first, each with its group. Those whose text
-    was trimmed are left out."""
-    query = select(EpisodeRow).filter_by(tenant=tenant, job=job).where(EpisodeRow.state.in_(("done", "failed")))
-    query = query.where((func.length(EpisodeRow.trajectories) > 0) | (EpisodeRow.error != ""))
+    """The episodes that ended last (on one version, where given), newest first, each with its group: up to ``limit``,
+    and as many as have ``most`` bytes, at least one. Those whose text was trimmed are left out."""
+    which = [
+        EpisodeRow.tenant == tenant, EpisodeRow.job == job, EpisodeRow.state.in_(("done", "failed")),
+        (func.length(EpisodeRow.trajectories) > 0) | (EpisodeRow.error != ""),
+    ]  # fmt: skip
     if version is not None:
-        query = query.where(EpisodeRow.version == version)
-    query = query.order_by(EpisodeRow.finished.desc(), EpisodeRow.id).limit(limit)
-    ended = fetch_all(connection, EpisodeRow, query)
+        which.append(EpisodeRow.version == version)
+    order = (EpisodeRow.finished.desc(), EpisodeRow.id)
+    sizes = connection.execute(select(TEXT_BYTES).where(*which).order_by(*order).limit(limit)).scalars()
+    found = select(EpisodeRow).where(*which).order_by(*order).limit(fitting(sizes, most))
+    ended = fetch_all(connection, EpisodeRow, found)
     wanted = select(GroupRow).where(GroupRow.id.in_({episode.group_id for episode in ended}))
     groups = {group.id: group for group in fetch_all(connection, GroupRow, wanted)}
     return [(groups[episode.group_id], episode) for episode in ended]
@@ -457,43 +481,71 @@ def recent_episodes(
 def trim_episodes(connection: Connection, job: str, keep: int) -> int:
     """Empty turns and trajectories of all but the ``keep`` episodes that ended last, and the prompts of groups without
     one of these, where nothing needs them any more (the group is closed and does not wait to be trained on). Returns
-    the number of emptied episodes."""
-    ended = GroupRow.state.not_in(("open", "ready"))
-    closed = select(GroupRow.id).where(GroupRow.job == job, ended)
+    the number of emptied episodes. Read are the groups since the last call, not the job's whole history: the text of a
+    group that waited much longer than others to be trained on may stay until the job ends."""
     newest = select(EpisodeRow.id, EpisodeRow.group_id).where(EpisodeRow.job == job, EpisodeRow.finished.is_not(None))
     recent = newest.order_by(EpisodeRow.finished.desc(), EpisodeRow.id).limit(keep).subquery()
     full = (func.length(EpisodeRow.turns) > 0) | (func.length(EpisodeRow.trajectories) > 0)
-    old = EpisodeRow.group_id.in_(closed) & EpisodeRow.id.not_in(select(recent.c.id)) & full
-    count = connection.execute(
-        update(EpisodeRow).where(EpisodeRow.job == job, old).values(turns=b"", trajectories=b"", train_logprobs=b"")
-    ).rowcount
-    asked = ended & (func.length(GroupRow.prompt) > 0) & GroupRow.id.not_in(select(recent.c.group_id))
-    connection.execute(update(GroupRow).where(GroupRow.job == job, asked).values(prompt=b""))
+    columns = (GroupRow.id, GroupRow.ordinal, GroupRow.state, func.length(GroupRow.prompt).label("asked"))
+    newest_first = select(*columns).where(GroupRow.job == job).order_by(GroupRow.ordinal.desc())
+    count, groups = 0, connection.execute(newest_first.limit(TRIMMED_AT_ONCE)).all()
+    while groups:
+        members = EpisodeRow.group_id.in_([group.id for group in groups])
+        texts = select(exists().where(members, full))
+        some = any(group.asked for group in groups) or connection.execute(texts).scalar()
+        closed = [group.id for group in groups if group.state not in ("open", "ready")]
+        old = EpisodeRow.group_id.in_(closed) & EpisodeRow.id.not_in(select(recent.c.id)) & full
+        emptied = update(EpisodeRow).where(old).values(turns=b"", trajectories=b"", train_logprobs=b"")
+        count += connection.execute(emptied).rowcount
+        asked = GroupRow.id.in_(closed) & (func.length(GroupRow.prompt) > 0)
+        asked &= GroupRow.id.not_in(select(recent.c.group_id))
+        connection.execute(update(GroupRow).where(asked).values(prompt=b""))
+        if not some:
+            break
+        earlier = newest_first.where(GroupRow.ordinal < groups[-1].ordinal)
+        groups = connection.execute(earlier.limit(TRIMMED_AT_ONCE)).all()
     return count
 
 
 def drop_old_groups(connection: Connection, tenant: str, keep: int) -> bool:
     """Delete the groups, episodes, timelines and held-out answers of finished jobs of the tenant, but for the ``keep``
-    that finished last; of the newest :data:`JOBS_AT_ONCE` others, so that a backlog holds up nobody. Returns whether
-    these may have more held-out answers, since :data:`EVALUATIONS_AT_ONCE` evaluations were emptied."""
+    that finished last; of the newest :data:`JOBS_AT_ONCE` others. Returns whether these may have more, since
+    :data:`~rookery.storage.columns.DELETED_AT_ONCE` rows were deleted or :data:`EVALUATIONS_AT_ONCE` evaluations
+    emptied: neither a backlog nor a long job holds up others."""
     answered = exists().where(EvaluationRow.job == JobRow.id, EvaluationRow.kept.is_(True))
     full = or_(exists().where(GroupRow.job == JobRow.id), answered)
     ended = select(JobRow.id).where(JobRow.tenant == tenant, JobRow.finished.is_not(None), full)
     old = connection.execute(ended.order_by(JobRow.finished.desc(), JobRow.id).offset(keep).limit(JOBS_AT_ONCE))
     jobs = old.scalars().all()
-    for kind in (EpisodeRow, GroupRow):
-        connection.execute(delete(kind).where(kind.job.in_(jobs)))
     connection.execute(delete(SpanRow).where(SpanRow.tenant == tenant, SpanRow.job.in_(jobs)))
+    left = DELETED_AT_ONCE  # of rows by which the next call finds a job
+    for kind in (EpisodeRow, GroupRow):
+        left -= delete_some(connection, kind, left, kind.job.in_(jobs))
+        if not left:
+            return True
     return empty_evaluations(connection, EvaluationRow.job.in_(jobs)) == EVALUATIONS_AT_ONCE
+
+
+def delete_history(connection: Connection, tenant: str, job: str) -> bool:
+    """Delete some of the history of a finished job that is about to be deleted; returns whether there may be more. A
+    long one is deleted in many transactions. Raises as :func:`delete_job`."""
+    _check_finished(get_job(connection, tenant, job))
+    if delete_some(connection, EvaluationRow, EVALUATIONS_AT_ONCE, EvaluationRow.job == job):
+        return True
+    left = DELETED_AT_ONCE
+    for kind in (EpisodeRow, GroupRow, StepRow, EventRow):
+        left -= delete_some(connection, kind, left, kind.__table__.c.job == job)
+        if not left:
+            return True
+    released = VersionRow.policy.in_(select(PolicyRow.id).where(PolicyRow.job == job)) & VersionRow.kept.is_(False)
+    return delete_some(connection, VersionRow, left, released) == left
 
 
 def delete_job(connection: Connection, tenant: str, job: str) -> list[str]:
     """Delete a finished job with all that belongs to it but the tenant's total usage. Returns the hashes of the
     versions that it kept; :func:`~rookery.storage.repositories.versions.unnamed` tells which of them nothing names now.
     Raises :class:`Conflict` for a job that is not finished, :class:`NotFound`."""
-    row = get_job(connection, tenant, job)
-    if row.finished is None:
-        raise Conflict(f"job {job} is {row.state}: cancel it first (rookery jobs cancel {job})")
+    _check_finished(get_job(connection, tenant, job))
     of_job = select(PolicyRow.id).where(PolicyRow.job == job)
     mine = VersionRow.policy.in_(of_job)
     kept = connection.execute(select(VersionRow.hash).where(mine, VersionRow.kept.is_(True)).distinct())
@@ -505,6 +557,12 @@ def delete_job(connection: Connection, tenant: str, job: str) -> list[str]:
     connection.execute(delete(MetaRow).where(MetaRow.name.startswith(_sink_mark(job, ""), autoescape=True)))
     connection.execute(delete(JobRow).where(JobRow.id == job))
     return hashes
+
+
+def _check_finished(row: JobRow) -> None:
+    """Raises :class:`Conflict`."""
+    if row.finished is None:
+        raise Conflict(f"job {row.id} is {row.state}: cancel it first (rookery jobs cancel {row.id})")
 
 
 def drop_alive(connection: Connection, which: ColumnElement[bool], time: float, reason: str) -> Sequence[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, and_, func, or_, select, tuple_
+from sqlalchemy import ColumnElement, Connection, and_, func, literal, or_, select, tuple_
 
 from rookery.errors import NotFound
 from rookery.storage.columns import SafeText, fetch_all, find, rows
@@ -31,6 +31,8 @@ class RunChoice:
     limit: int = 100
     jobs: Sequence[str] = field(default=())
     """Ids; empty: any."""
+    after: tuple[float, str] | None = None
+    """By ``created``, ascending: only jobs behind this time and id."""
 
 
 def chosen_jobs(connection: Connection, chosen: RunChoice) -> tuple[list[JobRow], int]:
@@ -58,6 +60,9 @@ def chosen_jobs(connection: Connection, chosen: RunChoice) -> tuple[list[JobRow]
     by = key[chosen.order]
     query = select(JobRow).where(*where).order_by(by.desc() if chosen.descending else by, JobRow.id)
     total = connection.execute(select(func.count()).select_from(JobRow).where(*where)).scalar() or 0
+    if chosen.after is not None:
+        place = map(literal, chosen.after, (JobRow.created.type, JobRow.id.type))
+        query = query.where(tuple_(JobRow.created, JobRow.id) > tuple_(*place))
     return fetch_all(connection, JobRow, query.offset(chosen.offset).limit(chosen.limit)), total
 
 

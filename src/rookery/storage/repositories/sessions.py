@@ -15,7 +15,19 @@ from sqlalchemy import Connection, bindparam, delete, exists, func, not_, or_, s
 
 from rookery.errors import Conflict, NotFound
 from rookery.protocol import Manifest
-from rookery.storage.columns import Page, add, add_new, add_or_find, fetch_all, find, get, page_of, rows
+from rookery.storage.columns import (
+    DELETED_AT_ONCE,
+    Page,
+    add,
+    add_new,
+    add_or_find,
+    delete_some,
+    fetch_all,
+    find,
+    get,
+    page_of,
+    rows,
+)
 from rookery.storage.models import (
     CheckpointKind,
     CheckpointRow,
@@ -104,6 +116,12 @@ def ids_of_session(connection: Connection, tenant: str, session: str) -> tuple[l
         [*connection.execute(models.order_by(ModelRow.created.desc(), ModelRow.id)).scalars()],
         [*connection.execute(samplers.order_by(SamplerRow.created, SamplerRow.id)).scalars()],
     )
+
+
+def policies_of_session(connection: Connection, tenant: str, session: str) -> list[str]:
+    """The policies of a session's models."""
+    query = select(ModelRow.policy).filter_by(tenant=tenant, session=session)
+    return list(connection.execute(query).scalars())
 
 
 def publish_inflight(connection: Connection, model: str, version: int) -> None:
@@ -249,6 +267,11 @@ def list_checkpoints(
     return page_of(connection, CheckpointRow, order, page, descending=True, **key)
 
 
+def checkpoint_cursor(row: CheckpointRow) -> tuple[float, str, str, str]:
+    """Its values in the order of :func:`list_checkpoints`."""
+    return row.created, row.model, row.kind, row.name
+
+
 def count_checkpoints(connection: Connection, tenant: str) -> int:
     return connection.execute(select(func.count()).select_from(CheckpointRow).filter_by(tenant=tenant)).scalar_one()
 
@@ -324,12 +347,12 @@ def futures_behind(connection: Connection, model: str, seq: int) -> list[FutureR
 
 
 def drop_futures(connection: Connection, before: float, fetched: Sequence[str] = ()) -> int:
-    """Delete outcomes older than ``before``, and those of the futures ``fetched``, that no model may have to replay;
-    returns their number."""
+    """Delete outcomes older than ``before``, and those of the futures ``fetched``, that no model may have to replay, up
+    to :data:`~rookery.storage.columns.DELETED_AT_ONCE` of them; returns their number."""
     done = select(ModelRow.done_seq).where(ModelRow.id == FutureRow.model).scalar_subquery()
     free = FutureRow.model.is_(None) | (FutureRow.seq <= done)
     over = (FutureRow.finished < before) | (FutureRow.id.in_(fetched) & FutureRow.finished.is_not(None))
-    return connection.execute(delete(FutureRow).where(over, free)).rowcount
+    return delete_some(connection, FutureRow, DELETED_AT_ONCE, over, free)
 
 
 def stored_futures(connection: Connection, ids: Sequence[str]) -> list[str]:

@@ -12,10 +12,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, insert, select, union, update
+from sqlalchemy import Connection, delete, func, insert, select, type_coerce, union, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage.columns import Page, add, add_new, find, get, page_of, rows
+from rookery.storage.columns import Page, SafeText, add, add_new, find, get, page_of, rows
 from rookery.storage.models import (
     CheckpointRow,
     EventRow,
@@ -231,8 +231,9 @@ def delete_upload(connection: Connection, tenant: str, hash: str) -> str | None:
     be deleted. Raises :class:`Conflict` where a job that has not ended names it, :class:`NotFound`."""
     if not rows(connection, UploadRow, tenant=tenant, hash=hash):
         raise NotFound(f"no upload {hash}")
-    users = rows(connection, JobRow, JobRow.finished.is_(None), tenant=tenant)
-    if (user := next((row.id for row in users if hash in json.dumps(row.spec)), None)) is not None:
+    spec = type_coerce(JobRow.spec, SafeText())  # the database looks through the texts: they may be many megabytes
+    using = select(JobRow.id).where(JobRow.tenant == tenant, JobRow.finished.is_(None), spec.contains(hash))
+    if (user := connection.execute(using.limit(1)).scalar()) is not None:
         raise Conflict(f"upload {hash} is used by job {user}: cancel that first (rookery jobs cancel {user})")
     connection.execute(delete(UploadRow).filter_by(tenant=tenant, hash=hash))
     return unnamed(connection, hash)

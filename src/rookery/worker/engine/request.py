@@ -98,6 +98,8 @@ class RequestLogits:
         """Repetition divides or multiplies the logits of all tokens of prompt and answer (Keskar et al.,
         arXiv:1909.05858); frequency and presence subtract for those of the answer, as OpenAI defines them."""
         params = self.params
+        if params.repetition_penalty == 1.0 and not (params.frequency_penalty or params.presence_penalty):
+            return
         written, counts = torch.tensor(tokens, dtype=torch.int64, device=line.device).unique(return_counts=True)
         if params.repetition_penalty != 1.0:
             seen = torch.cat((self._prompt.to(line.device), written)).unique()

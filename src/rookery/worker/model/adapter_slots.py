@@ -51,7 +51,7 @@ class ResidentAdapter:
     rank: int
     a: dict[tuple[int, str], Tensor]
     b: dict[tuple[int, str], Tensor]
-    pins: int = 0
+    users: int = 0
     """Requests that use it."""
     evict_pending: bool = False
     packed: KernelAdapter | None = None

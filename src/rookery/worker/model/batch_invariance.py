@@ -25,7 +25,7 @@ Tests check the rules, bit for bit, on random models and on SmolLM2, in the type
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import cache
 
 import torch
@@ -42,9 +42,9 @@ _BLOCK = 4
 """Rows that MKL's float32 kernels take at a time: products of any multiple of it gave the same rows with one to eight
 threads, while of 97 rows among eight threads one stood alone."""
 
-_DEPTH = 192
-"""The length that MKL's float32 kernels add up in one piece. A contraction of less than two such pieces is cut in the
-middle, a longer one after every piece."""
+_DEPTHS = (192, 384)
+"""The lengths that MKL's float32 kernels add up in one piece, the second with AVX-512. A contraction of less than two
+such pieces is cut in the middle, a longer one after every piece."""
 
 TILE_ROWS = 32
 """Two tiles: up to so many rows oneDNN's kernels for tiles add up a long contraction in one order, by any number of
@@ -60,33 +60,49 @@ _TILE_THREADS, _TILE_COLUMNS = 8, 64
 _TILE_THIN, _TILE_FEW = 32, 4
 """A contraction shorter than the first wants at least so many rows, and two for each thread."""
 
-_CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """Variable that limits the instructions of oneDNN, and its older name."""
 
 
-def disable_amx_if_unsafe(threads: int, base: Iterable[tuple[int, int]], ranks: int) -> bool:
+def has_tiles() -> bool:
+    """Whether the processor has tile instructions."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+def disable_amx_if_unsafe(
+    threads: int,
+    base: Iterable[tuple[int, int]],
+    ranks: int,
+    environment: MutableMapping[str, str] = os.environ,
+    tiles: Callable[[], bool] = has_tiles,
+) -> bool:
     """oneDNN shall not use tile instructions where products by them would not be exact: by so many ``threads``, with
     the ``base``'s projections (inputs, outputs), and ``ranks`` of an adapter in one product. Whether that is so
-    here; what the environment says stays. For processes that have not multiplied yet."""
+    here; a limit that the ``environment`` has stays. For processes that have not multiplied yet."""
     columns = [outputs for inputs, outputs in base if inputs > TILE_DEPTH]
     wide = not columns or (threads <= _TILE_THREADS and min(columns) >= _TILE_COLUMNS * threads)
-    if (wide and ranks <= TILE_DEPTH) or not torch.cpu._is_amx_tile_supported():
+    if (wide and ranks <= TILE_DEPTH) or not tiles():
         return False
-    if any(os.environ.get(name) for name in _CAPS):
+    if any(environment.get(name) for name in CAPS):
         return False
-    os.environ[_CAPS[0]] = "AVX512_CORE_BF16"
+    environment[CAPS[0]] = "AVX512_CORE_BF16"
     return True
 
 
+def amx_enabled(environment: Mapping[str, str], tiles: Callable[[], bool] = has_tiles) -> bool:
+    """Whether oneDNN uses tile instructions: the processor has them, and the ``environment`` lets it."""
+    cap = next((value.upper() for name in CAPS if (value := environment.get(name))), "ALL")
+    return tiles() and (cap in ("ALL", "DEFAULT") or "AMX" in cap)
+
+
 @cache
-def _amx_enabled() -> bool:
-    cap = next((value.upper() for name in _CAPS if (value := os.environ.get(name))), "ALL")
-    return torch.cpu._is_amx_tile_supported() and (cap in ("ALL", "DEFAULT") or "AMX" in cap)
+def _amx_enabled_here() -> bool:
+    return amx_enabled(os.environ)
 
 
 def uses_amx(dtype: torch.dtype, device: torch.device | str) -> bool:
     """Whether products go by tile instructions."""
-    return dtype == torch.bfloat16 and torch.device(device).type == "cpu" and _amx_enabled()
+    return dtype == torch.bfloat16 and torch.device(device).type == "cpu" and _amx_enabled_here()
 
 
 def contraction_chunks(depth: int, dtype: torch.dtype, device: torch.device | str) -> list[int]:
@@ -116,7 +132,7 @@ def exact_rows(dtype: torch.dtype, rows: int, *products: tuple[int, int]) -> int
     if dtype == torch.float32:
         return -(-rows // _BLOCK) * _BLOCK
     if dtype == torch.bfloat16:
-        if _amx_enabled() and any(inner < _TILE_THIN for inner, _ in products):
+        if _amx_enabled_here() and any(inner < _TILE_THIN for inner, _ in products):
             rows = max(rows, _TILE_FEW, 2 * torch.get_num_threads())
         return max(rows, 2, *(_SMALL // (inner * outer) + 1 for inner, outer in products))
     return rows
@@ -141,4 +157,7 @@ def key_capacity(length: int) -> int:
 def exact_key_capacity(dtype: torch.dtype, length: int) -> int:
     """The same without those at which a contraction over the keys is cut where that of another capacity is not."""
     size = key_capacity(length)
-    return 2 * _DEPTH if dtype == torch.float32 and _DEPTH < size < 2 * _DEPTH else size
+    for depth in _DEPTHS if dtype == torch.float32 else ():
+        if depth < size < 2 * depth:
+            return 2 * depth
+    return size

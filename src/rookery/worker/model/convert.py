@@ -33,6 +33,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ from rookery.tokenization.registry import CONFIG, PROJECTIONS, WEIGHTS
 from rookery.worker.model.adapter import Projections
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.hub import SECONDS, bound_requests
+from rookery.worker.model.hub import SECONDS, NoClient, bounded_requests
 from rookery.worker.model.published import COPIED, INDEX, export, fuse, locked, read_published
 from rookery.worker.transfer.cache import write_atomically
 
@@ -133,7 +134,7 @@ class _SourceMissing(Exception):
 
 
 class _SourceSilent(_SourceMissing):
-    """… or it may be there another time."""
+    """This source does not answer: the model may be there another time."""
 
 
 class _Published(NamedTuple):
@@ -177,13 +178,16 @@ def _download(hub_id: str, fetched: Path) -> Path:
     folder = None if shared else fetched
     if folder is not None:
         os.environ.setdefault(_XET_VARIABLE, str(fetched.parent / "xet"))
-    bound_requests()
     try:
-        return Path(snapshot_download(hub_id, cache_dir=folder, allow_patterns=_HUB_PATTERNS, etag_timeout=SECONDS))
+        with nullcontext() if constants.HF_HUB_OFFLINE else bounded_requests():  # offline it asks for nothing
+            found = snapshot_download(hub_id, cache_dir=folder, allow_patterns=_HUB_PATTERNS, etag_timeout=SECONDS)
+        return Path(found)
     except GatedRepoError:
         raise _SourceMissing(f"{hub_id} is gated: accept its licence on the hub and set HF_TOKEN") from None
     except RepositoryNotFoundError:
         raise _SourceMissing(f"the hub knows no {hub_id}") from None
+    except NoClient as error:
+        raise _SourceMissing(f"{hub_id} cannot be asked for: {error}") from None
     except Exception as error:  # of the hub's library, or of any below it: which ones changes with their releases
         log.debug("hub", exc_info=error)
         raise _SourceSilent(f"the hub did not give {hub_id} ({type(error).__name__})") from None

@@ -5,7 +5,7 @@ Promises:
 * A token gets its own adapter's delta and nothing of another's: a NaN in one adapter stays in its own rows.
 * A row's result does not depend, bit for bit on CPU, on the other rows, on the other adapters, or on their ranks (see
   ``batch_invariance``).
-* An adapter in use is not dropped under a running request: eviction waits for the last pin.
+* An adapter in use is not dropped under a running request: eviction waits for its last request.
 * All adapters and their slots stay within ``budget_bytes``: the least recently used ones that no request uses are
   dropped, and ``make_room`` refuses more than fit.
 
@@ -103,7 +103,7 @@ class LoraManager:
     def make_room(self, rank: int) -> None:
         """Drops unused adapters until another one of ``rank`` fits. Raises :class:`~rookery.worker.memory.NoRoom` while
         those in use leave no room, ``TooSmall`` if there can never be room for one of this rank."""
-        used = [resident for resident in self.residents.values() if resident.pins]
+        used = [resident for resident in self.residents.values() if resident.users]
         size, most = adapter_numbers(self._model, rank, PARTS) * self._dtype.itemsize, self.budget_bytes
         least, crowded = size, False
         if self._slots is not None:
@@ -136,7 +136,7 @@ class LoraManager:
             )
         if self.keep(key):
             return
-        used = sum(resident.bytes for resident in self.residents.values() if resident.pins)
+        used = sum(resident.bytes for resident in self.residents.values() if resident.users)
         require("two full-parameter versions", 2 * size, self.budget_bytes)  # the present one and the next
         if used + size > self.budget_bytes:
             raise NoRoom
@@ -159,19 +159,20 @@ class LoraManager:
             resident.evict_pending = True
             self._drop_if_unused(key, resident)
 
-    def pin(self, key: str) -> None:
+    def acquire(self, key: str) -> None:
         """A request starts to use ``key``; raises ``KeyError`` when it is not resident."""
         resident = self.residents[key] = self.residents.pop(key)
-        resident.pins += 1
+        resident.users += 1
 
-    def unpin(self, key: str) -> None:
+    def release(self, key: str) -> None:
+        """A request of :meth:`acquire` uses it no more."""
         resident = self.residents[key]
-        resident.pins -= 1
+        resident.users -= 1
         self._drop_if_unused(key, resident)
 
     def _drop_idle(self, most_bytes: int) -> None:
         """Drops unused adapters, the least recently used first, above ``most_bytes`` in all or ``_IDLE_ADAPTERS``."""
-        idle = [(key, resident) for key, resident in self.residents.items() if not resident.pins]
+        idle = [(key, resident) for key, resident in self.residents.items() if not resident.users]
         total = sum(resident.bytes for resident in self.residents.values())
         while idle and (total > most_bytes or len(idle) >= _IDLE_ADAPTERS):
             key, resident = idle.pop(0)
@@ -179,7 +180,7 @@ class LoraManager:
             self._drop(key)
 
     def _drop_if_unused(self, key: str, resident: ResidentAdapter) -> None:
-        if resident.evict_pending and resident.pins == 0:
+        if resident.evict_pending and resident.users == 0:
             self._drop(key)
 
     def _drop(self, key: str) -> None:

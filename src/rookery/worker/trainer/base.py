@@ -31,7 +31,8 @@ from rookery.algorithms.losses import PAIRED_LOSSES
 from rookery.errors import UserError
 from rookery.worker.memory import MemoryUse, TooSmall
 from rookery.worker.model.adapter import Adapter, Projections, init_adapter, read_adapter
-from rookery.worker.trainer.microbatch import Queued, QueuedBatch, check_loss, operation_of
+from rookery.worker.trainer.microbatch import Queued, QueuedBatch, operation_of
+from rookery.worker.trainer.operation_loss import check_loss
 from rookery.worker.trainer.operation_queue import Export, OperationQueue, TrainerResult
 from rookery.worker.trainer.packing import PackedGroup
 from rookery.worker.trainer.states import OTHER_STATE, HeldPolicy, StaleOperation
@@ -142,7 +143,8 @@ class Trainer(ABC):
 
     @abstractmethod
     def compute(self, batches: list[QueuedBatch]) -> None:
-        """One slice with the first of ``batches``, each the first operation of its policy, and perhaps others."""
+        """One slice with the first of ``batches``, each the first operation of its policy, and perhaps others. An error
+        that the worker survives is the result of those that the slice computed."""
 
     def optimise(self, op: protocol.OptimStep) -> None:
         """Take an optimizer step, which has left the queue."""
@@ -187,6 +189,11 @@ class Trainer(ABC):
             self._enqueue(QueuedBatch(op, make(), gradients))
         except (ValueError, MemoryError) as error:
             self.queue.finish(op.op, str(error), "lost" if isinstance(error, MemoryError) else "failed")
+
+    def _fail(self, batch: QueuedBatch, error: Exception) -> None:
+        """A slice with a part of ``batch`` ended with ``error``: the gradient may contain a part of that."""
+        self.queue.remove(batch)
+        self.queue.fail(batch.op, self, error)
 
     def _begin(self, batch: QueuedBatch) -> bool:
         """Whether ``batch`` can run on the state that it names; otherwise it is removed, with a result."""

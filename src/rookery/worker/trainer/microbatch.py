@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from rookery import protocol
-from rookery.algorithms.losses import LOSSES, PAIRED_LOSSES, kl_penalty
+from rookery.algorithms.losses import LossOut
 from rookery.worker.device import finish
 from rookery.worker.trainer.loss_head import TokenLogprobs
+from rookery.worker.trainer.operation_loss import compares, operation_loss
 from rookery.worker.trainer.optim import PolicyState
 from rookery.worker.trainer.packed_pass import Backbone, PolicyRows
 from rookery.worker.trainer.packing import LossToken, LossTokens, PackedBatch, PackedGroup, pack_groups
-
-ALL_LOSSES = {**LOSSES, **PAIRED_LOSSES}
 
 
 class QueuedBatch:
@@ -146,39 +145,20 @@ def _loss_gradient(item: PassItem, batch: PackedBatch, span: slice, logp: Tensor
     """d loss / d logp of an item's tokens; adds its metrics. Zeros if the loss is not finite."""
     leaf = logp.detach().requires_grad_()
     with torch.enable_grad():
-        total = _add_loss(item, batch, span, leaf, reference)
-    if not math.isfinite(float(total.detach())):
+        loss = _add_loss(item, batch, span, leaf, reference)
+    if not math.isfinite(loss.metrics["loss:sum"]):
         item.policy.nonfinite_loss = True
         return torch.zeros_like(logp)
-    (gradient,) = torch.autograd.grad(total, leaf)
+    (gradient,) = torch.autograd.grad(loss.total, leaf)
     return gradient
 
 
-def _add_loss(item: PassItem, batch: PackedBatch, span: slice, logp: Tensor, reference: Tensor) -> Tensor:
-    """The loss of an item's tokens, with the KL penalty to ``reference`` if the operation has one; adds its metrics."""
-    op, weights = item.queued.op, batch.weights[span]
-    q = reference if op.loss.name in PAIRED_LOSSES else batch.logprobs[span]
-    trajectories = _trajectories(item, batch, span)
-    out = ALL_LOSSES[op.loss.name](logp, q, batch.advantages[span], weights, trajectories, **op.loss.params)
-    total, metrics = out.total, dict(out.metrics)
-    if op.kl_weight and not op.forward_only:
-        penalty = kl_penalty(logp, reference, weights)
-        total = total + op.kl_weight * penalty.total
-        metrics |= penalty.metrics
-    item.queued.add_metrics({"loss:sum": float(total.detach())} | metrics | agreement(logp.detach(), q))
-    return total
-
-
-def agreement(logp: Tensor, q: Tensor) -> dict[str, float]:
-    """Differences between the trainer's log-probabilities and the engine's. One of 100 nats exceeds float32 as a
-    ratio."""
-    gap = (logp - q).double()
-    return {
-        "tokens": float(len(logp)),
-        "ratio:sum": float(gap.exp().sum()),
-        "logp_diff:sum": float(gap.abs().sum()),
-        "logp_diff:max": float(gap.abs().max()) if len(logp) else 0.0,
-    }
+def _add_loss(item: PassItem, batch: PackedBatch, span: slice, logp: Tensor, reference: Tensor) -> LossOut:
+    """The loss of an item's tokens; adds its metrics to the operation's."""
+    columns = batch.logprobs[span], batch.advantages[span], batch.weights[span], _trajectories(item, batch, span)
+    loss = operation_loss(item.queued.op, logp, *columns, reference)
+    item.queued.add_metrics(loss.metrics)
+    return loss
 
 
 def _trajectories(item: PassItem, batch: PackedBatch, span: slice) -> Tensor:
@@ -199,7 +179,7 @@ def _reference_logprobs(
     """Like ``logp``, under the base model or the operation's reference, for operations that compare with it; zeros
     elsewhere."""
     found, device = torch.zeros_like(logp), backbone.model.device
-    needed = [(item, span) for item, span in zip(items, loss_rows, strict=True) if _compares(item.queued.op)]
+    needed = [(item, span) for item, span in zip(items, loss_rows, strict=True) if compares(item.queued.op)]
     for with_reference in (False, True):  # a pass has adapters in all rows or in none
         chosen = [(item, span) for item, span in needed if (item.reference is not None) == with_reference]
         if not chosen:
@@ -218,11 +198,6 @@ def _reference_logprobs(
     return found
 
 
-def _compares(op: protocol.ForwardBackward) -> bool:
-    """Whether the loss needs the log-probabilities of the reference."""
-    return op.loss.name in PAIRED_LOSSES or (op.kl_weight > 0 and not op.forward_only)
-
-
 def canary_logprobs(backbone: Backbone, policy: PolicyState, tokens: list[int]) -> list[float]:
     """Log-probabilities of ``tokens``, all but the first, under ``policy`` as it is now."""
     loss = [LossToken(row, token, 0.0, 0.0, 0.0) for row, token in enumerate(tokens[1:])]
@@ -230,14 +205,3 @@ def canary_logprobs(backbone: Backbone, policy: PolicyState, tokens: list[int]) 
     batch = pack_groups([group], backbone.model.device)
     hidden = backbone.infer(batch, [PolicyRows(0, len(batch.tokens), policy)])
     return [float(x) for x in _scores(backbone, hidden, batch, None, derivatives=False).logp]
-
-
-def check_loss(loss: protocol.Loss) -> None:
-    """Raises ``ValueError`` for a loss that does not exist or does not take these parameters."""
-    if loss.name not in ALL_LOSSES:
-        raise ValueError(f"no loss is named {loss.name!r}; there are {', '.join(ALL_LOSSES)}")
-    empty = torch.zeros(0)
-    try:
-        ALL_LOSSES[loss.name](*[empty] * 4, empty.long(), **loss.params)
-    except TypeError as error:
-        raise ValueError(f"loss {loss.name}: {error}") from None

@@ -11,11 +11,14 @@ sends it no operation, since the worker lacks the role ``train``; one that arriv
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from cachetools import LRUCache
 
 from rookery import protocol
 from rookery.errors import UserError
@@ -30,6 +33,10 @@ log = logging.getLogger("rookery.worker.trainer")
 
 OPTIMIZER_TOKENS = 64
 """An optimizer step in trained tokens, by its time."""
+
+EXPECTED_SECONDS, EXPECTED_TENANTS = 10.0, 1000
+"""A tenant is expected to send an operation like its last one for so long: about the time of a small job's step on a
+busy worker. Only the newest ones of so many tenants are known."""
 
 REFUSAL = "this worker only generates; it was started without the role train"
 
@@ -50,7 +57,7 @@ class TrainerResult:
 
     op: str
     error: str = ""
-    category: Literal["", "stale", "failed", "lost", "too small"] = ""
+    category: Literal["", protocol.FailureCategory] = ""
     metrics: dict[str, float] = field(default_factory=dict)
     logprobs: bytes = b""
     export: Export | None = None
@@ -87,6 +94,8 @@ class OperationQueue(Generic[T]):
             trainer.queue = self
         self._queues: dict[str, dict[str, deque[Queued]]] = {}
         """Tenant → policy → operations."""
+        self.pending = 0
+        """The number of operations."""
         self._computing: dict[str, T] = {}
         """The trainer of each policy that has operations."""
         self.weights: dict[str, float] = {}
@@ -95,6 +104,10 @@ class OperationQueue(Generic[T]):
         """The worker's, among its tenants."""
         self._counters = TokenCounters({})
         self._slice: dict[str, float] = {}
+        self.clock: Callable[[], float] = time.monotonic
+        self._last: LRUCache[str, tuple[int, float]] = LRUCache(EXPECTED_TENANTS)
+        """By tenant, the tokens of its last batch, at least those of the step that follows, and when it came (monotonic
+        seconds)."""
         self._results: list[TrainerResult] = []
 
     def trainer_of(self, rank: int) -> T:
@@ -129,11 +142,16 @@ class OperationQueue(Generic[T]):
             self._counters.lift(op.tenant)
         self._computing[op.policy] = trainer
         self._queues.setdefault(op.tenant, {}).setdefault(op.policy, deque()).append(queued)
+        self.pending += 1
+        if isinstance(queued, QueuedBatch):
+            tokens = sum(group.tokens for group in queued.groups)
+            self._last[op.tenant] = max(tokens, OPTIMIZER_TOKENS), self.clock()
 
     def remove(self, queued: Queued) -> None:
         op = operation_of(queued)
         policies = self._queues[op.tenant]
         policies[op.policy].remove(queued)
+        self.pending -= 1
         if not policies[op.policy]:
             del policies[op.policy], self._computing[op.policy]
         if not policies:
@@ -162,10 +180,6 @@ class OperationQueue(Generic[T]):
         """Whether operations that ``trainer`` computes are queued."""
         return any(one is trainer for one in self._computing.values())
 
-    @property
-    def pending(self) -> int:
-        return sum(1 for _ in self.all())
-
     # --- slices -------------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -185,21 +199,15 @@ class OperationQueue(Generic[T]):
             try:
                 trainer.optimise(first)
             except SURVIVED as error:
-                self._fail(first, trainer, error)
+                self.fail(first, trainer, error)
         else:
             batches = [queued for queued in heads if isinstance(queued, QueuedBatch)]
-            batches = [batch for batch in batches if self._computing[batch.op.policy] is trainer]
-            try:
-                trainer.compute(batches)
-            except SURVIVED as error:
-                for batch in batches:  # the gradient of each that has begun may contain a part of it
-                    if batch.state is not None and batch in self.of(batch.op.policy):
-                        self.remove(batch)
-                        self._fail(batch.op, trainer, error)
+            trainer.compute([batch for batch in batches if self._computing[batch.op.policy] is trainer])
         return True
 
-    def _fail(self, op: protocol.ForwardBackward | protocol.OptimStep, trainer: T, error: Exception) -> None:
-        """``op``, which has left the queue, ended with ``error``: the state of its policy is unknown."""
+    def fail(self, op: protocol.ForwardBackward | protocol.OptimStep, trainer: T, error: Exception) -> None:
+        """``op``, which has left the queue, ended with ``error``, one of
+        :data:`~rookery.worker.failures.SURVIVED`: the state of its policy is unknown."""
         log.warning("the state of policy %s is deleted after an error", op.policy, exc_info=error)
         self.finish(op.op, one_line(error), failure_category(error))
         trainer.evict(op.policy)
@@ -216,6 +224,12 @@ class OperationQueue(Generic[T]):
         self._counters.charge(tenant, tokens / self.time.weight_within(tenant))
         self._slice[tenant] = self._slice.get(tenant, 0.0) + tokens
 
+    def expected(self) -> dict[str, int]:
+        """The tokens that each tenant without an operation here is expected to send soon."""
+        since = self.clock() - EXPECTED_SECONDS
+        found = {tenant: tokens for tenant, (tokens, came) in self._last.items() if came >= since}
+        return {tenant: tokens for tenant, tokens in found.items() if tenant not in self._queues}
+
     def tenants(self) -> Collection[str]:
         return self._queues.keys()
 
@@ -228,7 +242,7 @@ class OperationQueue(Generic[T]):
     def add(self, result: TrainerResult) -> None:
         self._results.append(result)
 
-    def finish(self, op: str, error: str, category: Literal["stale", "failed", "lost", "too small"]) -> None:
+    def finish(self, op: str, error: str, category: protocol.FailureCategory) -> None:
         """The result of an operation that did not succeed."""
         self.add(TrainerResult(op, error, category))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -28,6 +29,7 @@ from rookery.bounds import FLOAT32, FLOAT32_LEAST
 from rookery.errors import UserError
 from rookery.tokenization.registry import UNNAMED, BaseReference
 from rookery.worker.device import finish
+from rookery.worker.failures import failure_category
 from rookery.worker.model.adapter import Adapter, Projections, read_adapter, write_adapter
 from rookery.worker.model.canary import write_canary
 
@@ -97,6 +99,25 @@ def _is_finite(adam: protocol.Adam, step: int, vectors: Vectors, factor: float) 
     return True
 
 
+@contextmanager
+def _fitting(name: str) -> Iterator[None]:
+    """Raises ``UserError`` for a file, called ``name``, whose content does not fit its adapter. Faults of this worker's
+    disk and memory are raised as they are."""
+    try:
+        yield
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        if failure_category(error) == "lost":
+            raise
+        raise UserError(f"{name} does not fit its adapter: {error}") from None
+
+
+def _like(wanted: Tensor, given: Tensor) -> Tensor:
+    """``given``, if it has real numbers in the shape of ``wanted``. Raises ``ValueError``."""
+    if given.shape != wanted.shape or not given.is_floating_point():
+        raise ValueError(f"{given.dtype} of shape {list(given.shape)} where the adapter's is {list(wanted.shape)}")
+    return given
+
+
 @dataclass(frozen=True)
 class LoraPart:
     """LoRA of one part of a fused projection, the ``number``-th of that. ``ranks`` are its rows of the projection's
@@ -156,12 +177,9 @@ class AdapterExport:
         adapter, moments, step = read_adapter(folder, model), {}, 0
         path = folder / STATE_FILE
         if path.exists():
-            try:
-                with safe_open(path, framework="pt") as file:
-                    step = int(file.metadata()["step"])
-                    moments = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-            except (SafetensorError, KeyError, TypeError, ValueError) as error:
-                raise UserError(f"{path.name} does not fit its adapter: {error}") from None
+            with _fitting(path.name), safe_open(path, framework="pt") as file:
+                step = int(file.metadata()["step"])
+                moments = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         return cls(adapter, moments, step)
 
 
@@ -217,12 +235,10 @@ class PolicyState:
         self.step = export.step
         self.nonfinite_loss = False
         """A loss of the present step was not finite."""
-        try:
+        with _fitting("the optimizer's state"):
             for name in MOMENTS if export.moments and trained else ():
                 for key, view in self._named(getattr(self, name)):
-                    view.copy_(export.moments[f"{key}.{name}"])
-        except (KeyError, RuntimeError) as error:
-            raise UserError(f"the optimizer's state does not fit its adapter: {error}") from None
+                    view.copy_(_like(view, export.moments[f"{key}.{name}"]))
         self._split = sum(self._sizes[: len(self._order)])
         self._compute = torch.empty_like(self.masters, dtype=dtype)
         self.packed: Any = None
@@ -276,11 +292,12 @@ class PolicyState:
 
     def add_gradient(self, folder: Path) -> None:
         """Add the exported gradient in ``folder``. Raises ``UserError`` if it is another adapter's."""
-        try:
-            with safe_open(folder / GRADIENT_FILE, framework="pt") as file:
-                self.gradient.add_(file.get_tensor("gradient").to(self.gradient.device))
-        except (SafetensorError, RuntimeError, OSError) as error:
-            raise UserError(f"a gradient does not fit its adapter: {error}") from None
+        path = folder / GRADIENT_FILE
+        with _fitting("a gradient"):
+            if not path.exists():  # safetensors reports every file that it cannot open as missing
+                raise ValueError(f"{path.name} is missing")
+            with safe_open(path, framework="pt") as file:
+                self.gradient.add_(_like(self.gradient, file.get_tensor("gradient")).to(self.gradient))
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(``layer.part.A`` or ``layer.part.B``, its accumulated gradient)."""

@@ -25,6 +25,7 @@ from rookery.algorithms.losses import PAIRED_LOSSES
 from rookery.errors import UserError
 from rookery.scheduling.fair_slices import fair_amount
 from rookery.tokenization.registry import UNNAMED, BaseReference
+from rookery.worker.failures import SURVIVED
 from rookery.worker.memory import MemoryUse, NoRoom
 from rookery.worker.model.adapter import WEIGHTS_FILE, adapter_numbers
 from rookery.worker.trainer.base import Trainer, check_rank, initial_adapter, packed_groups
@@ -171,38 +172,52 @@ class PackedTrainer(Trainer):
         items = self._select(ready)
         for item in items:
             self.queue.charge(item.queued.op.tenant, sum(group.tokens for group in item.groups))
-        try:
-            if items:
-                self.trained += run_pass(self._backbone, items)
-        except torch.OutOfMemoryError as error:
-            self._on_out_of_memory(items, str(error))
+        if items and not self._run(items):
             ready = [batch for batch in ready if all(batch is not item.queued for item in items)]
         for batch in ready:
             if not batch.groups:
                 self._complete(batch)
-                self.queue.remove(batch)
+
+    def _run(self, items: list[PassItem]) -> bool:
+        """Whether the pass was computed; if not, its operations have their results."""
+        try:
+            self.trained += run_pass(self._backbone, items)
+        except torch.OutOfMemoryError as error:
+            self._on_out_of_memory(items, str(error))
+            return False
+        except SURVIVED as error:
+            for item in items:
+                self._fail(item.queued, error)
+            return False
+        return True
 
     def _complete(self, batch: QueuedBatch) -> None:
         """All groups of ``batch`` are computed: add the gradients of other workers, or export this one's."""
-        held = self.held[batch.op.policy]
+        held, export = self.held[batch.op.policy], None
         try:
             for folder in batch.gradients:
                 held.state.add_gradient(folder)
+            if batch.op.is_share:
+                export = self.states.track(held.state.export_gradient())
+            logprobs = batch.logprobs()
         except UserError as error:
+            self.queue.remove(batch)
             self.queue.finish(batch.op.op, str(error), "failed")
-            return
-        held.complete(batch.op)
-        export = self.states.track(held.state.export_gradient()) if batch.op.is_share else None
-        self.queue.add(TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs(), export=export))
+        except SURVIVED as error:
+            self._fail(batch, error)
+        else:
+            self.queue.remove(batch)
+            held.complete(batch.op)
+            self.queue.add(TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=logprobs, export=export))
 
     def _select(self, ready: list[QueuedBatch]) -> list[PassItem]:
         """Take groups for one pass from ``ready``, in order. The first batch fills the pass. Another one joins while
         the pass is less than half full, or if the rest of it fits: every policy in a pass costs separate products, so
-        a nearly full pass takes no fraction of a batch. Where batches of several tenants are ready, the pass takes as
-        long as leaves each its fair share: as many groups as if a tenant's time were its tokens, and at
+        a nearly full pass takes no fraction of a batch. Where batches of several tenants are ready, or expected, the
+        pass takes as long as leaves each its fair share: as many groups as if a tenant's time were its tokens, and at
         least a fraction of a full pass."""
         items: list[PassItem] = []
-        left: Counter[str] = Counter()
+        left: Counter[str] = Counter(self.queue.expected())
         for batch in ready:
             left[batch.op.tenant] += sum(group.tokens for group in batch.groups)
         fair = fair_amount(left, self.queue.time.weights_within(left), float, self.slice_tokens)

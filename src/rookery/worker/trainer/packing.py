@@ -108,6 +108,11 @@ class PackedGroup:
         """Tokens in the packed batch."""
         return len(self.prompt) + sum(map(len, self.tails))
 
+    @property
+    def unshared_tokens(self) -> int:
+        """Tokens of :meth:`sequences`."""
+        return self.tokens + len(self.prompt) * (len(self.tails) - 1)
+
     def memory(self, copied_key_share: float) -> float:
         """Memory of a pass over the group, in tokens. A GPU's attention copies the prompt's keys for each member that
         shares them; a copied key takes ``copied_key_share`` of a token. A row's targets after the first count too."""

@@ -28,9 +28,6 @@ E = TypeVar("E", AdapterExport, GradientExport)
 
 OTHER_STATE = "this worker holds another state of the policy"
 
-UNKNOWN = -1
-"""The number of operations in a gradient that contains a part of one. No operation names it."""
-
 EXPECTED_SECONDS = 60.0
 """A state is kept this long for an operation that is on its way: its batch is fetched, or its commit waits for room."""
 
@@ -69,19 +66,23 @@ S = TypeVar("S", bound=TrainingState)
 
 @dataclass(eq=False)
 class HeldPolicy(Generic[S]):
-    """A policy in memory. ``versions`` maps hashes of versions that this state descends from to the number of steps
-    taken when it was that version; ``steps`` counts all steps since the load, ``exported_steps`` those before the last
-    export. ``operations`` counts the operations in the gradient, or is :data:`UNKNOWN` from the first slice of one to
-    its last."""
+    """A policy in memory."""
 
     lease: int
     state: S
     versions: dict[str, int]
+    """By the hash of each version that this state descends from, the number of steps taken when it was that version."""
     optimizer: bool = True
     """It has the optimizer's state. One without only computes gradients for other workers."""
     steps: int = 0
+    """All steps since the load."""
     exported_steps: int | None = None
+    """Steps before the last export; None without one."""
     operations: int = 0
+    """Operations in the gradient."""
+    partial: bool = False
+    """The gradient also contains a part of an operation, from its first slice to its last: no step may use it, and no
+    other operation adds to it."""
     used: float = field(default_factory=time.monotonic)
     """When an operation last used it."""
     expected: bool = True
@@ -90,8 +91,17 @@ class HeldPolicy(Generic[S]):
     """The version with which KL penalties compare the policy, by its hash, and its weights if they are here."""
 
     def idle(self, now: float) -> bool:
-        patience = IDLE_GRADIENT_SECONDS if self.operations > 0 else IDLE_SECONDS
+        patience = IDLE_GRADIENT_SECONDS if self.has_gradient else IDLE_SECONDS
         return now - self.used > (EXPECTED_SECONDS if self.expected else patience)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether it has a gradient that a step may use."""
+        return self.operations > 0 and not self.partial
+
+    def _contains(self, operations: int) -> bool:
+        """Whether the gradient consists of exactly so many operations."""
+        return self.operations == operations and not self.partial
 
     def matches(self, lease: int, parent_hash: str, steps: int) -> bool:
         """Whether this is the state ``steps`` optimizer steps after the version ``parent_hash``, under ``lease``."""
@@ -124,17 +134,17 @@ class HeldPolicy(Generic[S]):
             return False
         if op.reference is not None and not self.has_reference(op.reference.hash):
             return False
-        if batch.state is None and (op.forward_only or op.operations == self.operations):
+        if batch.state is None and (op.forward_only or self._contains(op.operations)):
             batch.state = self
             if not op.forward_only:
-                self.operations = UNKNOWN
+                self.partial = True
         self.used = time.monotonic()
         return batch.state is self
 
     def complete(self, op: protocol.ForwardBackward) -> None:
         """All slices of ``op`` have run."""
         if not op.forward_only:
-            self.operations = op.operations + 1
+            self.operations, self.partial = op.operations + 1, False
 
     def optim_step(self, op: protocol.OptimStep) -> Metrics:
         """The metrics of the operation's step, if it has one. Raises :class:`StaleOperation`."""
@@ -143,7 +153,7 @@ class HeldPolicy(Generic[S]):
         self.used = time.monotonic()
         if op.adam is None:
             return {}
-        if op.operations != self.operations:
+        if not self._contains(op.operations):
             raise StaleOperation("this worker's gradient does not contain exactly the operations of the step")
         metrics = self.state.adamw(op.adam, op.scale)
         self.operations = 0
@@ -191,7 +201,7 @@ class PolicyStates:
         idle = sorted(
             (held.used, policy)
             for policy, held in self.held.items()
-            if held.idle(now) and held.operations <= 0 and not self._in_use(policy)
+            if held.idle(now) and not held.has_gradient and not self._in_use(policy)
         )
         for _, policy in idle[: max(0, len(idle) - IDLE_STATES)]:
             del self.held[policy]

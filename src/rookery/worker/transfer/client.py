@@ -131,8 +131,10 @@ class TransferClient:
         self._orders = BackgroundTasks()
         self._tidy_after = 0.0
         """The monotonic time."""
-        self.receiving: dict[str, int] = {}
-        """By hash, the bytes that are here of the artifacts that it receives."""
+        self._received: dict[str, int] = {}
+        """By hash, the bytes of the complete shards of the artifacts that it receives."""
+        self._parts: dict[str, Path] = {}
+        """By hash, the shard that arrives now."""
         self.bytes_from_service = 0
         """Bytes of artifacts received from the service."""
         self.rebuilt = 0
@@ -156,6 +158,18 @@ class TransferClient:
             task.cancel()
         await self._http.aclose()
         await self._peers.close()
+
+    @property
+    def receiving(self) -> dict[str, int]:
+        """By hash, the bytes that are here of the artifacts that it receives."""
+        return {digest: size + self._size_of_part(digest) for digest, size in self._received.items()}
+
+    def _size_of_part(self, digest: str) -> int:
+        part = self._parts.get(digest)
+        try:
+            return part.stat().st_size if part is not None else 0
+        except FileNotFoundError:  # not begun, or complete just now
+            return 0
 
     @property
     def bytes_from_peers(self) -> int:
@@ -191,6 +205,11 @@ class TransferClient:
         except Exception as error:  # it is reported
             log.info("version %d of %s did not arrive: %s", ref.version, ref.policy, one_line(error))
 
+    def replace_sources(self, digest: str, sources: Iterable[str]) -> None:
+        """Read an artifact from these workers from now on, or from the service. What the service sends goes on."""
+        if digest in self._received:
+            self._peers.replace_sources(digest, sources)
+
     def retain(self, hashes: Iterable[str]) -> None:
         """Evict these artifacts last; replaces the set given before."""
         self._cache.retain(hashes)
@@ -222,14 +241,15 @@ class TransferClient:
         async with self._locks.setdefault(digest, asyncio.Lock()):
             self._cache.touch(folder)
             self._published.begin(digest)
-            self.receiving[digest] = 0
+            self._received[digest] = 0
             try:
                 self._handed.adopt(digest)
                 with self._cache.pinned(digest):
                     fetched = await self._with_space(lambda: self._fetch(digest, folder, state))
             finally:
                 self._published.end(digest)
-                del self.receiving[digest]
+                del self._received[digest]
+                self._parts.pop(digest, None)
         if self._published.withdrawn(digest):  # while it arrived
             self._cache.discard(digest)
             return folder
@@ -270,14 +290,15 @@ class TransferClient:
 
     async def _fetch_shard(self, digest: str, folder: Path, shard: protocol.Shard) -> bool:
         """Whether it had to be fetched."""
-        path, before = folder / shard.name, self.receiving[digest]
+        path = folder / shard.name
         if path.is_file():
             if await self._cache.verify(path, shard.sha256):
-                self.receiving[digest] = before + shard.size
+                self._received[digest] += shard.size
                 return False
             self._on_corrupt(f"{path} is damaged on disk and is fetched again")
             path.unlink()
         part, fetches = self._cache.part_of(path), SERVICE_FETCHES
+        self._parts[digest] = part
         while fetches:
             rebuilt = not is_state(shard.name) and await self._rebuild(digest, shard, part)
             with locked(part):
@@ -291,7 +312,7 @@ class TransferClient:
                     self._cache.insert(part, path)
                     if arriving is not None:  # a reader that has not opened the part yet opens the file
                         arriving.path, arriving.ended = path, True
-                    self.receiving[digest] = before + shard.size
+                    self._received[digest] += shard.size
                     return True
                 if arriving is not None:
                     arriving.ended = True

@@ -44,7 +44,7 @@ class BadDelta(Exception):
     """Bytes that are no difference to this base; the message is one line."""
 
 
-def write_delta(base: Path, new: Path, delta: Path) -> bool:
+def write_delta(base: Path, new: Path, delta: Path, block_words: int = BLOCK_WORDS) -> bool:
     """Write to ``delta`` what makes ``base`` to ``new``; False, and no file, where that is not worth it
     (:data:`WORTH_SHARE`) or their sizes differ. The files do not change meanwhile."""
     size = new.stat().st_size
@@ -52,11 +52,11 @@ def write_delta(base: Path, new: Path, delta: Path) -> bool:
         return False
     most = int(size * WORTH_SHARE)
     with delta.open("wb") as file:
-        width = _best_width(base, new, size)
+        width = _best_width(base, new, size, block_words)
         file.write(_HEADER.pack(_MAGIC, width, size))
         before, after = _words(base, width, size), _words(new, width, size)
-        for at in range(0, len(after), BLOCK_WORDS):
-            file.write(_part(before[at : at + BLOCK_WORDS], after[at : at + BLOCK_WORDS]))
+        for at in range(0, len(after), block_words):
+            file.write(_part(before[at : at + block_words], after[at : at + block_words]))
             if file.tell() >= most:
                 break
         worth = file.tell() < most
@@ -65,8 +65,9 @@ def write_delta(base: Path, new: Path, delta: Path) -> bool:
     return worth
 
 
-def apply_delta(base: Path, delta: Path, new: Path) -> None:
-    """Write to ``new`` what ``delta`` makes of ``base``. Raises :class:`BadDelta`; the caller checks the hash."""
+def apply_delta(base: Path, delta: Path, new: Path, block_words: int = BLOCK_WORDS) -> None:
+    """Write to ``new`` what ``delta`` makes of ``base``, both with parts of ``block_words``. Raises :class:`BadDelta`;
+    the caller checks the hash."""
     size = base.stat().st_size
     with delta.open("rb") as file:
         head = file.read(_HEADER.size)
@@ -78,18 +79,18 @@ def apply_delta(base: Path, delta: Path, new: Path) -> None:
         shutil.copyfile(base, new)
         with new.open("r+b") as target:
             words: WordArray = np.memmap(target, dtype=_TYPES[width], mode="r+", shape=(size // width,))
-            for at in range(0, len(words), BLOCK_WORDS):
-                _overwrite(words[at : at + BLOCK_WORDS], file.read)
+            for at in range(0, len(words), block_words):
+                _overwrite(words[at : at + block_words], file.read)
             words.flush()  # type: ignore[union-attr]
         if file.read(1):
             raise BadDelta("it goes on after its end")
 
 
-def _best_width(base: Path, new: Path, size: int) -> int:
+def _best_width(base: Path, new: Path, size: int, block_words: int) -> int:
     """The bytes of a word with which the first changed part is shortest."""
     halves, others = _words(base, 2, size), _words(new, 2, size)
-    for at in range(0, len(halves), BLOCK_WORDS):
-        before, after = halves[at : at + BLOCK_WORDS], others[at : at + BLOCK_WORDS]
+    for at in range(0, len(halves), block_words):
+        before, after = halves[at : at + block_words], others[at : at + block_words]
         if (before != after).any():
             wide = (before.view(np.uint32), after.view(np.uint32))
             return 2 if len(_part(before, after)) <= len(_part(*wide)) else 4

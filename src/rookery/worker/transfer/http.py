@@ -98,7 +98,8 @@ async def download(
     running: RunningHash | None = None,
 ) -> None:
     """Append to the file ``part`` until it has ``size`` bytes, starting at its present end; ``count`` is called with
-    the size of each block received, and ``running`` takes the bytes. Returns early if the other end ends early.
+    the size of each block received, when it is written, and may raise; ``running`` takes the bytes. Returns early if
+    the other end ends early.
 
     Raises the errors of :func:`raise_for_status`, ``httpx.HTTPError``, and :class:`CorruptDownload` if more than
     ``size`` bytes arrive."""
@@ -113,9 +114,9 @@ async def download(
                 if file.tell() + len(block) > size:
                     raise CorruptDownload(f"GET {url}: longer than the {size} bytes that its manifest states")
                 file.write(block)
-                count(len(block))
                 if running is not None:
                     running.add(block)
+                count(len(block))
 
 
 async def fetch_manifest(http: httpx.AsyncClient, url: str, signature: str) -> bytes:

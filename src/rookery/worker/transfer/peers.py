@@ -20,6 +20,7 @@ Promises of the client:
 * One that fails, or sends nothing for the timeout, is left at the byte where it stopped, and the controller is asked
   for others. If it was unreachable, broke the connection or sent wrong bytes, it is not asked again for a while; if it
   lacks the artifact, is busy or waits itself, it may be asked for the next one.
+* One that the controller replaces is left at the next block.
 * No method raises: the service has every artifact that workers do not serve.
 """
 
@@ -37,6 +38,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -83,25 +85,12 @@ KEPT_SOURCES = 1024
 MOST_REQUESTS = 8
 """Times that other sources are asked for in one transfer; then those known are used up, and the service is left."""
 
-MAX_RESPONSES = 4
-"""Responses at a time: more would each be slower, and take network bandwidth from the worker's own tokens."""
-
-BLOCK_BYTES = 1 << 20
-"""Bytes read from disk and sent at once."""
-
 STOP_SECONDS = 2.0
 """Time for open responses to complete when the worker ends."""
 
 POLL_SECONDS = 0.005
 """Pause of a response between two looks for new bytes of an artifact that arrives: the delay that each receiver adds to
 a chain."""
-
-EXPECT_SECONDS = 2.0
-"""A request for an artifact that is not here waits so long: its order may be on the way, behind that of the reader."""
-
-STALL_SECONDS = 4.0
-"""A response ends when no byte of an arriving artifact came for so long; less than a reader waits for a silent
-source."""
 
 DELTA_SECONDS = 15.0
 """A reader waits so long for a difference, which takes the source some time to compute; then it reads the file."""
@@ -113,10 +102,39 @@ BACKOFF_SECONDS = 60.0
 """A peer that failed is not asked again for this long: it may be gone, or unreachable from here."""
 
 
+class SourceLeft(Exception):
+    """The controller has named another source, which sends the rest."""
+
+
+@dataclass(frozen=True)
+class ServingRules:
+    """Bounds of what a worker does for readers."""
+
+    responses: int = 4
+    """At a time: more would each be slower, and take network bandwidth from the worker's own tokens."""
+    block_bytes: int = 1 << 20
+    """Bytes read from disk and sent at once."""
+    expect_seconds: float = 2.0
+    """A request for an artifact that is not here waits so long: its order may be on the way, behind that of the
+    reader."""
+    stall_seconds: float = 4.0
+    """A response ends when no byte of an arriving artifact came for so long; less than a reader waits for a silent
+    source."""
+
+
 class PeerServer:
     """Methods belong to the I/O thread; ``root`` holds one folder per artifact."""
 
-    def __init__(self, root: Path, listening: socket.socket, published: PublishedArtifacts, reads: Reads) -> None:
+    def __init__(
+        self,
+        root: Path,
+        listening: socket.socket,
+        published: PublishedArtifacts,
+        reads: Reads,
+        rules: ServingRules | None = None,
+    ) -> None:
+        self.rules = rules or ServingRules()
+        """They may be replaced at any time, and hold for requests that begin then."""
         self.bytes_sent = 0
         """Bytes of artifacts and manifests, the last block of a broken response included."""
         self._root = root
@@ -158,7 +176,7 @@ class PeerServer:
 
     async def _bounded(self, scope: Any, receive: Any, send: Any) -> None:
         """The ASGI application: 503 while the bound is reached."""
-        if self._responses >= MAX_RESPONSES:
+        if self._responses >= self.rules.responses:
             await Response(status_code=503)(scope, receive, send)
             return
 
@@ -174,7 +192,7 @@ class PeerServer:
 
     async def _manifest(self, request: Request) -> Response:
         found = await self._find(request, MANIFEST)
-        return _file(found) if isinstance(found, Path) else Response(status_code=404)
+        return self._file(found) if isinstance(found, Path) else Response(status_code=404)
 
     async def _shard(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -183,14 +201,19 @@ class PeerServer:
             found = await self._delta(request.path_params["digest"], name, base)
         if isinstance(found, ArrivingShard):
             begin = _first_byte(request.headers.get("range", ""))
-            status, blocks = (206 if begin else 200), _arriving(found, begin)
+            status, blocks = (206 if begin else 200), _arriving(found, begin, self.rules)
             return StreamingResponse(blocks, status, media_type="application/octet-stream")
-        return _file(found) if found is not None else Response(status_code=404)
+        return self._file(found) if found is not None else Response(status_code=404)
+
+    def _file(self, path: Path) -> Response:
+        response = FileResponse(path, media_type="application/octet-stream")
+        response.chunk_size = self.rules.block_bytes
+        return response
 
     async def _delta(self, digest: str, name: str, base: str) -> Path | None:
         """A file that makes the shard of ``base`` to that of ``digest``, which may still arrive; None where there is
         none."""
-        until = time.monotonic() + STALL_SECONDS
+        until = time.monotonic() + self.rules.stall_seconds
         while time.monotonic() < until:
             if not self._published.arriving(digest):
                 break
@@ -222,7 +245,7 @@ class PeerServer:
     async def _find(self, request: Request, name: str) -> Path | ArrivingShard | None:
         """The file ``name`` of an artifact that the request may read, as soon as it is there or arrives; None if that
         does not come soon."""
-        digest, since = request.path_params["digest"], time.monotonic()
+        digest, since, rules = request.path_params["digest"], time.monotonic(), self.rules
         if not self._reads.permits(request.headers.get(protocol.READ_HEADER, ""), digest):
             return None
         folder = self._root / digest
@@ -235,7 +258,7 @@ class PeerServer:
                     return shard
                 if not arriving:
                     return None
-            if time.monotonic() - since > (STALL_SECONDS if arriving else EXPECT_SECONDS):
+            if time.monotonic() - since > (rules.stall_seconds if arriving else rules.expect_seconds):
                 return None
             await asyncio.sleep(POLL_SECONDS)
         return None
@@ -247,19 +270,13 @@ def _delete(task: asyncio.Task[Path | None]) -> None:
         path.unlink(missing_ok=True)
 
 
-def _file(path: Path) -> Response:
-    response = FileResponse(path, media_type="application/octet-stream")
-    response.chunk_size = BLOCK_BYTES
-    return response
-
-
 def _first_byte(range: str) -> int:
     """Of a request's ``Range`` header, which a worker sends as ``bytes=N-``; 0 without one."""
     found = re.fullmatch(r"bytes=(\d{1,15})-", range, re.ASCII)
     return int(found[1]) if found else 0
 
 
-async def _arriving(shard: ArrivingShard, at: int) -> AsyncIterator[bytes]:
+async def _arriving(shard: ArrivingShard, at: int, rules: ServingRules) -> AsyncIterator[bytes]:
     """The bytes of ``shard`` from ``at`` on, as they arrive. Ends early where no more come."""
     file, moved = None, time.monotonic()
     try:
@@ -268,11 +285,11 @@ async def _arriving(shard: ArrivingShard, at: int) -> AsyncIterator[bytes]:
             if file is None and shard.path.exists():
                 with suppress(FileNotFoundError):
                     file = shard.path.open("rb", buffering=0)
-            block = os.pread(file.fileno(), BLOCK_BYTES, at) if file is not None else b""
+            block = os.pread(file.fileno(), rules.block_bytes, at) if file is not None else b""
             if block:
                 at, moved = at + len(block), time.monotonic()
                 yield block
-            elif ended or time.monotonic() - moved > STALL_SECONDS:
+            elif ended or time.monotonic() - moved > rules.stall_seconds:
                 return
             else:
                 await asyncio.sleep(POLL_SECONDS)
@@ -355,6 +372,8 @@ class PeerClient:
         """By hash, the times that other sources were asked for."""
         self._backoff: dict[str, float] = {}
         """Address of a worker that failed → monotonic time until which it is not asked."""
+        self._left: set[str] = set()
+        """Artifacts whose source is left at the next block."""
         self.bytes_received = 0
 
     async def close(self) -> None:
@@ -366,8 +385,16 @@ class PeerClient:
         self._sources[digest] = list(sources)
         self._asked.pop(digest, None)
 
+    def replace_sources(self, digest: str, sources: Iterable[str]) -> None:
+        """Leave the source from which the artifact is read: these, or the service, send it sooner."""
+        before = self._next(digest)
+        self.set_sources(digest, sources)
+        if self._next(digest) != before:
+            self._left.add(digest)
+
     def discard(self, digest: str) -> None:
         self._sources.pop(digest, None)
+        self._left.discard(digest)
 
     async def manifest(self, digest: str) -> bytes | None:
         """The artifact's manifest from another worker, verified; None if none serves it."""
@@ -383,12 +410,21 @@ class PeerClient:
     async def download(self, digest: str, shard: protocol.Shard, part: Path, running: RunningHash) -> bool:
         """Append to the file ``part`` as many of the shard's bytes as other workers serve; whether any byte arrived."""
         before = size_of(part)
+
+        def count(size: int) -> None:
+            self._count(size)
+            if digest in self._left:
+                raise SourceLeft
+
         while size_of(part) != shard.size and (source := self._next(digest)) is not None:
+            self._left.discard(digest)
             try:
                 url = f"{source}/artifacts/{digest}/{shard.name}"
-                await download(self._http, url, self._reads.sign(digest), part, shard.size, self._count, running)
+                await download(self._http, url, self._reads.sign(digest), part, shard.size, count, running)
                 if size_of(part) != shard.size:
                     raise RetryTransfer("the source has no more")
+            except SourceLeft:
+                continue
             except FAILURES as error:
                 await self._replace(digest, source, error)
         return size_of(part) != before

@@ -21,7 +21,13 @@ from tests.worker.trainer.test_trainer import ref as trainer_ref
 
 from rookery import protocol
 from rookery.errors import UserError
-from rookery.worker.engine.hf.runner import SequenceRunner, StreamRunner, transformers_runner
+from rookery.worker.engine.hf.runner import (
+    SequenceRunner,
+    SequenceStore,
+    StreamRunner,
+    cache_bytes,
+    transformers_runner,
+)
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import best_runner
 from rookery.worker.memory import NoRoom
@@ -147,6 +153,21 @@ def test_both_runners_sample_the_native_engines_texts(
     for name, one in texts[0].items():
         assert one.tokens == texts[1][name].tokens
         assert one.logprobs == pytest.approx(texts[1][name].logprobs, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("shared", [0, 40, 44])
+def test_caches_of_sequences_stay_within_their_slots(tmp_path: Path, shared: int) -> None:
+    """Each member's cache begins with a copy of the group's prompt: the budget counts it."""
+    engine = make(TransformersModel(small_model("qwen3_5_text")), tmp_path, budget=1 << 19)
+    store = engine.store
+    assert isinstance(store, SequenceStore)
+    for n in range(9):
+        engine.submit(order(str(n), prompt=prompt(1, 44), shared_prefix=shared, seed=n, max_tokens=4, episode=f"e{n}"))
+    most = 0
+    while engine.step():
+        most = max(most, held := sum(map(cache_bytes, store.caches.values())))
+        assert held <= store.bytes <= store.budget
+    assert most > store.budget / 4 and store.used_tokens == 0
 
 
 @pytest.mark.heavy

@@ -17,9 +17,9 @@ from tests.support.draws import examples
 from tests.support.tiny import SIZES, small
 from torch import Tensor
 
+from rookery.worker.engine.kv_cache import KVCache, KVSlot
 from rookery.worker.engine.native import kernels
-from rookery.worker.engine.native.attention import SequenceChunk, TokenStream
-from rookery.worker.engine.native.kv_cache import KVCache, KVSlot
+from rookery.worker.engine.sequences import SequenceChunk, TokenStream
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.published import fuse

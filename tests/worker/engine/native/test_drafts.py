@@ -20,7 +20,6 @@ from tests.worker.engine.test_exactness import BEST, RANKS, RUNNERS
 
 from rookery import protocol
 from rookery.scheduling.speculation import DraftAccount, StepCosts
-from rookery.worker.engine.native import drafts as drafts_module
 from rookery.worker.engine.native.drafts import Speculator, SuffixIndex
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import DenseRunner, KernelRunner
@@ -40,7 +39,7 @@ class Told(Speculator):
         super().__init__()
         self.told = draft
 
-    def propose(self, rows: Sequence[EngineRequest], room: Sequence[int]) -> list[list[int]]:
+    def propose(self, rows: Sequence[EngineRequest], room: Sequence[int], **_: bool) -> list[list[int]]:
         return [list(self.told(row))[: max(most, 0)] for row, most in zip(rows, room, strict=True)]
 
 
@@ -234,8 +233,8 @@ class AlwaysOn(DraftAccount):
         return True
 
 
-def free() -> Speculator:
-    return Speculator(Free(), AlwaysOn())
+def free(**bounds: int) -> Speculator:
+    return Speculator(Free, AlwaysOn, **bounds)
 
 
 def test_drafts_come_from_siblings_only() -> None:
@@ -295,10 +294,8 @@ def _followers(suffix: Sequence[int], texts: Sequence[Sequence[int]]) -> Counter
 
 
 @pytest.mark.parametrize(("idle", "states"), [(3, 1 << 17), (64, 600)])
-def test_memory_is_bounded_and_freed(monkeypatch: pytest.MonkeyPatch, idle: int, states: int) -> None:
-    monkeypatch.setattr(drafts_module, "MAX_IDLE", idle)
-    monkeypatch.setattr(drafts_module, "MAX_STATES", states)
-    speculator, text = free(), 2 * (20 + 100)
+def test_memory_is_bounded_and_freed(idle: int, states: int) -> None:
+    speculator, text = free(max_idle=idle, max_states=states), 2 * (20 + 100)
 
     def draft(name: str, group: str, seed: int) -> None:
         request = EngineRequest(
@@ -318,10 +315,21 @@ def test_memory_is_bounded_and_freed(monkeypatch: pytest.MonkeyPatch, idle: int,
     assert 0 < speculator.states <= before
 
 
-def test_texts_without_an_index_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_a_lane_have_separate_costs() -> None:
+    """Drafts that pay on all cores are not tried on a part of them before a plain step was seen there."""
+    speculator = Speculator()
+    request = EngineRequest(order("r", group="g"), "", StopStrings([], str), protocol.TokenLog([1, 2] * 50))
+    speculator.begin(request)
+    for beside in (False, True):
+        assert speculator.propose([request], [8], beside=beside) == [[]]
+        speculator.observe(1, 1, 1, 1e3, beside=beside)
+        assert speculator.propose([request], [8], beside=beside) == [[1]]
+        speculator.observe(1, 2, 2, 1e3, beside=beside)
+
+
+def test_texts_without_an_index_are_bounded() -> None:
     """While drafts do not pay, texts of a group that goes on were kept until its end."""
-    monkeypatch.setattr(drafts_module, "MAX_STATES", 500)
-    speculator = free()
+    speculator = free(max_states=500, at_once=300)
     requests = [
         EngineRequest(order(str(i), group="g"), "", StopStrings([], str), protocol.TokenLog(prompt(i, 100)))
         for i in range(20)
@@ -331,7 +339,11 @@ def test_texts_without_an_index_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     for request in requests[:-1]:
         speculator.end(request)
     assert 0 < speculator.unread <= 500
-    speculator.propose(requests[-1:], [8])
+    before = speculator.states
+    for _ in range(3):
+        speculator.propose(requests[-1:], [8])
+        assert speculator.states - before <= 2 * 300, "a step does not wait for all of them"
+        before = speculator.states
     assert speculator.unread == 0 < speculator.states
     speculator.end(requests[-1])
     assert speculator.unread == 0

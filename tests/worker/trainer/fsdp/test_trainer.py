@@ -202,6 +202,28 @@ def test_full_parameters_step_as_in_one_process(pair: TrainingGroup, tmp_path: P
     assert moved > 100 * TOLERANCE
 
 
+def test_a_slice_is_one_pass_of_a_group(pair: TrainingGroup, tmp_path: Path) -> None:
+    """A member reads its copy of the prompt, so a group of many needs several passes."""
+    trainer = sharded(pair, tmp_path)
+    start(trainer, tmp_path / "v0", 4)
+    member = protocol.GroupMember(tokens=[1, 2], logprobs=[-5.0] * 2, advantages=[1.0] * 2, weights=[1.0] * 2)
+    members = [msgspec.structs.replace(member, tokens=[1, token]) for token in range(5)]
+    op = protocol.ForwardBackward(
+        op="f", batch_ticket="", loss=AIPO, temperature=1.0, logprobs=True, policy="p", lease=1, parent=ref("v0", 4),
+        steps=0,
+    )  # fmt: skip
+    groups = [protocol.SharedPrefixGroup(prompt=list(range(50)), members=members)]
+    trainer.forward_backward(op, protocol.TrainingBatch(groups=groups))
+    trainer.forward_backward(msgspec.structs.replace(op, op="again", operations=1), batch(0))
+    slices = []
+    while len(slices) < 3 and trainer.queue.step():
+        slices.append(sum(trainer.queue.tenant_tokens().values()))
+    assert slices == [2 * 51, 2 * 51, 51], "the last token is not read; each process has 64"
+    (done,) = trainer.queue.drain()
+    assert (done.op, done.error, done.metrics["tokens"], len(done.logprobs)) == ("f", "", 10, 4 * 10)
+    assert [result.error for result in finish(trainer)] == [""] and trainer.trained > sum(slices)
+
+
 def test_a_version_resumes_exactly(pair: TrainingGroup, tmp_path: Path) -> None:
     trainer = sharded(pair, tmp_path)
     start(trainer, tmp_path / "v0", 0)

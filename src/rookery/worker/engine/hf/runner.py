@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from rookery.worker.engine.native.attention import SegmentPlan, SequenceChunk, TokenStream
-from rookery.worker.engine.native.kv_cache import KVCache, KVSlot, SegmentStore
-from rookery.worker.engine.native.runner import BaseRunner, Runner, adapter_groups
+from rookery.worker.engine.kv_cache import KVCache, KVSlot, SegmentStore
+from rookery.worker.engine.runner import BaseRunner, Runner, adapter_groups
+from rookery.worker.engine.sequences import SegmentPlan, SequenceChunk, TokenStream
 from rookery.worker.model.lora import LoraManager
 from rookery.worker.model.transformers_model import Attend, TransformersModel
 
@@ -63,13 +63,14 @@ class StreamRunner(BaseRunner):
 
 class SequenceStore(SegmentStore):
     """Caches of transformers by slot, within a budget. A token takes what it adds to a cache; each cache also has a
-    state of one size."""
+    state of one size, and begins with a copy of the shared prompt before it."""
 
     rewinds = False
+    copies_prefix = True
 
     def __init__(self, model: TransformersModel, budget_bytes: int) -> None:
         self.caches: WeakKeyDictionary[KVSlot, DynamicCache] = WeakKeyDictionary()
-        one, two = (_bytes(_probe(model, length)) for length in (1, 2))
+        one, two = (cache_bytes(_probe(model, length)) for length in (1, 2))
         super().__init__(budget_bytes, max(two - one, 1), max(2 * one - two, 0))
 
     def move(self, old: KVSlot, new: KVSlot) -> None:
@@ -84,12 +85,12 @@ def _probe(model: TransformersModel, length: int) -> DynamicCache:
     return cache
 
 
-def _bytes(contents: Any) -> int:
+def cache_bytes(contents: Any) -> int:
     """Of the tensors in a cache, or in a part of it."""
     if isinstance(contents, DynamicCache):
-        return sum(_bytes(list(vars(layer).values())) for layer in contents.layers)
+        return sum(cache_bytes(list(vars(layer).values())) for layer in contents.layers)
     if isinstance(contents, dict | list | tuple):
-        return sum(map(_bytes, contents.values() if isinstance(contents, dict) else contents))
+        return sum(map(cache_bytes, contents.values() if isinstance(contents, dict) else contents))
     return contents.nbytes if isinstance(contents, Tensor) else 0
 
 

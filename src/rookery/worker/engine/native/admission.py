@@ -24,12 +24,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rookery.scheduling.fair_slices import ServedItems, fair_amount, in_turns, next_row, shares
+from rookery.scheduling.fair_slices import (
+    ServedItems,
+    fair_amount,
+    in_turns,
+    most_rows,
+    next_row,
+    shares,
+    short_of_rows,
+)
 from rookery.scheduling.worker_time import WorkerTime
-from rookery.worker.engine.native.attention import SequenceChunk
-from rookery.worker.engine.native.kv_cache import KVSlot, SegmentStore
-from rookery.worker.engine.native.slo_gate import LEAST_PREFILL, SloGate
+from rookery.worker.engine.kv_cache import KVSlot, SegmentStore
 from rookery.worker.engine.request import EngineRequest, SharedPrefix
+from rookery.worker.engine.sequences import SequenceChunk
+from rookery.worker.engine.slo_gate import LEAST_PREFILL, SloGate
 from rookery.worker.model.lora import LoraManager
 
 
@@ -41,13 +49,13 @@ class PrefillSlice:
     max_keys: int
     work: list[tuple[EngineRequest | SharedPrefix, SequenceChunk]] = field(default_factory=list)
     tenants: Counter[str] = field(default_factory=Counter)
-    """Its tokens by tenant …"""
+    """Its tokens by tenant."""
     clients: Counter[str] = field(default_factory=Counter)
-    """… those of clients among them …"""
+    """Tokens of clients among them."""
     rollouts: Counter[str] = field(default_factory=Counter)
-    """… those of rollouts, to which clients beyond their share count …"""
+    """Tokens of rollouts among them, to which clients beyond their share count."""
     shared: Counter[str] = field(default_factory=Counter)
-    """… and those whose time the tenants share."""
+    """Tokens among them whose time the tenants share."""
     _widest: int = 0
     _keys: int = 0
 
@@ -111,17 +119,20 @@ class Admission:
         max_rows: int,
         stats: defaultdict[str, float],
         gate: SloGate,
+        serves: Callable[[str], bool],
     ) -> None:
-        """``gate``: it has the budget of the rollouts' cache, and knows the requests of clients."""
+        """``gate``: it has the budget of the rollouts' cache, and knows the requests of clients; ``serves(key)``:
+        whether the weights in use are those of an adapter."""
         self.running: list[EngineRequest] = []
         """In order of admission."""
         self.waiting: deque[EngineRequest] = deque()
-        self.serves: Callable[[str], bool] = lambda key: True
-        """Whether the weights in use are those of an adapter."""
         self._store = store
         self._loras = loras
         self._max_rows = max_rows
+        self._blocked = False
+        """Whether at the last admission the next request had a row, and no memory: all others wait behind it."""
         self._gate = gate
+        self._serves = serves
         self._budget = gate.cache_budget(store.tokens)
         self._stats = stats
         self._prefixes: dict[tuple[str, tuple[int, ...]], SharedPrefix] = {}
@@ -131,7 +142,7 @@ class Admission:
     @property
     def served(self) -> list[EngineRequest]:
         """Running requests that the weights in use serve, in order of admission."""
-        return [row for row in self.running if self.serves(row.key)]
+        return [row for row in self.running if self._serves(row.key)]
 
     # --- the queue --------------------------------------------------------------------------------------------------
 
@@ -147,6 +158,7 @@ class Admission:
         """Admits waiting requests as far as there are rows and memory. Returns rollouts that leave this worker, for
         the caller to end."""
         leaving: list[EngineRequest] = []
+        self._blocked = False
         rows = max(self._max_rows, len(self.running))  # a request with a reserved row takes one rollout's
         if self._budget is not None:
             self._budget.observe(self._held(reserved=True))
@@ -164,8 +176,19 @@ class Admission:
             elif not self.running and self._store.retained:
                 self._store.discard(lambda key, metadata: True)  # they divide the free memory into too small ranges
             else:
+                self._blocked = free
                 break
         return leaving
+
+    def entitled(self) -> list[EngineRequest]:
+        """The waiting requests of tenants that get a row at the next admission."""
+        if not self.waiting or self._blocked or len(self.running) >= most_rows(self._max_rows):
+            return []
+        held = Counter(row.params.tenant for row in self.running)
+        tenants = {row.params.tenant for row in self.waiting}
+        if len(self.running) >= self._max_rows:
+            tenants &= short_of_rows(tenants, held, self._weights(), self._max_rows)
+        return [row for row in self.waiting if row.params.tenant in tenants]
 
     def _next_rollout(self) -> int | None:
         """The position of the waiting request that gets the next row, where none has a reserved one; None: there is no
@@ -216,7 +239,8 @@ class Admission:
         """Tokens of the cache that running requests of a kind hold; a shared prompt counts once."""
         rows = [row for row in self.running if row.params.reserved == reserved and row.slot is not None]
         prefixes = {id(row.prefix): row.prefix for row in rows if row.prefix is not None}
-        return sum(row.slot.capacity for row in rows) + sum(prefix.slot.capacity for prefix in prefixes.values())
+        slots = [row.slot for row in rows] + [prefix.slot for prefix in prefixes.values()]
+        return sum(slot.capacity + slot.copied for slot in slots)
 
     def _on_version(self, request: EngineRequest) -> None:
         adapter = request.params.adapter
@@ -261,8 +285,8 @@ class Admission:
 
     def room_after(self, request: EngineRequest, count: int) -> int:
         """For how many tokens, at most ``count``, there is room after the next one of a running request, without
-        another being preempted."""
-        slot = self._store.resize(request.slot, request.tail_length + count)
+        another being preempted or a retained segment evicted."""
+        slot = self._store.resize(request.slot, request.tail_length + count, evict=False)
         request.slot = slot or request.slot
         return min(count, request.slot.capacity - request.tail_length)
 
@@ -295,7 +319,7 @@ class Admission:
         known = set(self._prefixes)
         for request in self.waiting:
             key, length = (request.key, request.shared_tokens), request.params.shared_prefix
-            if not length or key in known or self._store.contains(key) or not self.serves(request.key):
+            if not length or key in known or self._store.contains(key) or not self._serves(request.key):
                 continue
             slot = self._store.allocate(length) if fits(length) else None
             if slot is None:
@@ -368,7 +392,7 @@ class Admission:
         """Finds or allocates the slots of a request; False (and nothing changes) when there is no room."""
         tail = request.tail
         if not self._restore_tail(request, tail):
-            request.slot, request.filled = self._store.allocate(max(len(tail), 1)), 0
+            request.slot, request.filled = self._store.allocate(max(len(tail), 1), len(request.shared_tokens)), 0
             request.cached_by = (request.key,)
         if request.slot is None:
             return False

@@ -8,14 +8,15 @@ Promises:
 * Memory is bounded by ``MAX_STATES``, of indexes and of ended texts that wait to be indexed; further ones are left
   out. A request without a group is forgotten when it ends. A group of which no request
   is here is kept for further ones as long as it is among the ``MAX_IDLE`` last of those and there is room.
-* Drafts are off for a number of rows where they cost time (``DraftAccount``).
+* Drafts are off for a number of rows where they cost time (``DraftAccount``). Steps beside training, on a part of the
+  cores, have costs and accounts of their own.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cachetools import LRUCache
@@ -32,6 +33,10 @@ MAX_STATES = 1 << 17
 
 PROMPT_TOKENS = 256
 """Of a prompt's last tokens are in the index: an answer repeats what it was asked last."""
+
+AT_ONCE = 512
+"""Tokens that are indexed before a step: where drafts were off, a group's texts may be thousands of tokens longer,
+which take as long as a step."""
 
 MAX_LINKS = 64
 """Suffixes of a place whose occurrences are counted: in a text that repeats one token, there are as many as tokens."""
@@ -130,22 +135,36 @@ class _Text:
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)
 
+    @property
+    def unread(self) -> int:
+        """Tokens that are not in the index."""
+        return len(self) - self.indexed
+
 
 @dataclass(eq=False)
 class _GroupTexts:
     index: SuffixIndex = field(default_factory=SuffixIndex)
     live: dict[str, _Text] = field(default_factory=dict)
     """By request."""
-    ended: list[tuple[_Text, int]] = field(default_factory=list)
-    """Not yet indexed to their ends, and how many tokens that concerns."""
+    ended: list[_Text] = field(default_factory=list)
+    """Not yet indexed to their ends."""
 
 
 class Speculator:
     """The drafts of an engine's requests, and how many of them a step verifies."""
 
-    def __init__(self, costs: StepCosts | None = None, account: DraftAccount | None = None) -> None:
-        self.costs = costs or StepCosts()
-        self._account = account or DraftAccount()
+    def __init__(
+        self,
+        costs: Callable[[], StepCosts] = StepCosts,
+        account: Callable[[], DraftAccount] = DraftAccount,
+        *,
+        max_states: int = MAX_STATES,
+        max_idle: int = MAX_IDLE,
+        at_once: int = AT_ONCE,
+    ) -> None:
+        self._max_states, self._max_idle, self._at_once = max_states, max_idle, at_once
+        self._modes = [(costs(), account()) for _ in range(2)]
+        """Of steps with all cores, and of those beside training."""
         self._groups: dict[tuple[str, ...], _GroupTexts] = {}
         """With requests here; by policy and name, or by the request that has no group."""
         self._idle: dict[tuple[str, ...], _GroupTexts] = {}
@@ -175,51 +194,68 @@ class Speculator:
         group = self._groups.get(key)
         if group is None or (text := group.live.pop(request.params.request, None)) is None:
             return
-        if self.unread + (unread := len(text) - text.indexed) <= MAX_STATES:
-            group.ended.append((text, unread))
-            self.unread += unread
+        if self.unread + text.unread <= self._max_states:
+            group.ended.append(text)
+            self.unread += text.unread
         if not group.live:
             del self._groups[key]
             if request.params.group:
                 self._idle[key] = group
-                while len(self._idle) > MAX_IDLE:
+                while len(self._idle) > self._max_idle:
                     self._forget()
             else:
                 self._clear(group)
 
-    def propose(self, rows: Sequence[EngineRequest], room: Sequence[int]) -> list[list[int]]:
-        """Draft tokens of each row that its next step should verify, at most ``room`` [rows]."""
+    def propose(
+        self, rows: Sequence[EngineRequest], room: Sequence[int], *, others: bool = True, beside: bool = False
+    ) -> list[list[int]]:
+        """Draft tokens of each row that its next step should verify, at most ``room`` [rows]. ``others``: further
+        requests are in the engine; ``beside``: it computes beside training."""
         self._looking = 0.0
-        if not self._account.allows(len(rows)):
+        costs, account = self._modes[beside]
+        able = [row for row, most in zip(rows, room, strict=True) if most > 0]
+        if not able or not account.allows(len(rows)):
             return [[] for _ in rows]
         began = time.perf_counter()
-        while (full := self.states > MAX_STATES) and self._idle:
+        while (full := self.states > self._max_states) and self._idle:
             self._forget()
-        grown = 0 if full else sum(self._grow(self._groups[key]) for key in {_key(row) for row in rows})
+        grown = 0 if full else self._grow([self._groups[key] for key in dict.fromkeys(map(_key, able))])
         drafts, chances, drafting = [], [], time.perf_counter()
         growing = (drafting - began) * len(rows) / max(grown, len(rows))  # of a step that follows another one
         for row, most in zip(rows, room, strict=True):
-            draft = self._draft(row)[: max(most, 0)]
+            draft = self._draft(row)[:most] if most > 0 else []
             drafts.append([token for token, _, _ in draft])
             chances.append(self._accepted(row).chances([kind_of(matched, share) for _, matched, share in draft]))
-        lengths = draft_budget(chances, self.costs, time.perf_counter() - drafting + growing)
+        spent, texts = time.perf_counter() - drafting + growing, [len(row.tokens) for row in rows]
+        lengths = draft_budget(chances, costs, spent, others=others, texts=texts)
         self._looking = time.perf_counter() - began
         return [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
 
-    def observe(self, rows: int, positions: int, tokens: int, seconds: float) -> None:
-        """A step of so many rows and positions gave so many tokens and took so long, ``propose`` not counted."""
-        self.costs.observe(rows, positions, seconds)
+    def observe(
+        self, rows: int, positions: int, tokens: int, seconds: float, *, others: bool = True, beside: bool = False
+    ) -> None:
+        """A step of so many rows and positions gave so many tokens and took so long, ``propose`` not counted;
+        ``others`` and ``beside`` as there."""
+        costs, account = self._modes[beside]
+        costs.observe(rows, positions, seconds)
         looking, self._looking = self._looking, 0.0
-        self._account.observe(rows, tokens, positions - rows, seconds, looking)
+        account.observe(rows, tokens, positions - rows, seconds, looking, others=others)
 
-    def _grow(self, group: _GroupTexts) -> int:
-        """Indexes what its texts have become. Returns the number of tokens."""
-        grown = 0
-        for text in (*(text for text, _ in group.ended), *group.live.values()):
-            grown += len(text) - text.indexed
-            _index(group.index, text)
-        self._clear(group)
-        return grown
+    def _grow(self, groups: Sequence[_GroupTexts]) -> int:
+        """Indexes what their texts have become, ``at_once`` tokens at most, those that go on first. Returns the number
+        of tokens."""
+        left = self._at_once
+        for group in groups:
+            for text in group.live.values():
+                left -= _index(group.index, text, left)
+        for group in groups:
+            while left and group.ended:
+                text = group.ended[-1]
+                left -= (grown := _index(group.index, text, left))
+                self.unread -= grown
+                if not text.unread:
+                    group.ended.pop()
+        return self._at_once - left
 
     def _draft(self, row: EngineRequest) -> list[tuple[int, int, float]]:
         """From the texts as far as they are indexed, after the row's draft before was compared with its text."""
@@ -252,7 +288,7 @@ class Speculator:
         self._clear(self._idle.pop(next(iter(self._idle))))
 
     def _clear(self, group: _GroupTexts) -> None:
-        self.unread -= sum(unread for _, unread in group.ended)
+        self.unread -= sum(text.unread for text in group.ended)
         group.ended.clear()
 
 
@@ -261,14 +297,16 @@ def accepted_tokens(draft: Sequence[int], sampled: Sequence[int]) -> int:
     return next((i for i, token in enumerate(draft) if token != sampled[i]), len(draft))
 
 
-def _index(index: SuffixIndex, text: _Text) -> None:
-    """The tokens since the last call."""
-    for at in range(text.indexed, len(text)):
+def _index(index: SuffixIndex, text: _Text, most: int) -> int:
+    """At most so many of the tokens since the last call. Returns their number."""
+    began, end = text.indexed, min(len(text), text.indexed + most)
+    for at in range(began, end):
         if at < len(text.prompt):
             text.state = index.extend(text.state, text.prompt[at], again=True)
         else:
             text.state = index.extend(text.state, text.tokens[at - len(text.prompt)])
-    text.indexed = len(text)
+    text.indexed = end
+    return end - began
 
 
 def _key(request: EngineRequest) -> tuple[str, ...]:

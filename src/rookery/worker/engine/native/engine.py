@@ -48,12 +48,13 @@ from rookery.tokenization.grammar import GrammarLost, ReplyGrammar
 from rookery.worker import device
 from rookery.worker.engine.base import EngineLimits
 from rookery.worker.engine.native.admission import Admission, sequence_chunk
-from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.drafts import Speculator, accepted_tokens
-from rookery.worker.engine.native.runner import Runner, WeightSets, best_runner, logits_at
-from rookery.worker.engine.native.slo_gate import SloGate
+from rookery.worker.engine.native.runner import WeightSets, best_runner
 from rookery.worker.engine.request import EngineRequest, SharedPrefix, validate
+from rookery.worker.engine.runner import Runner, logits_at
 from rookery.worker.engine.sampler import SampledTokens, SamplingKey
+from rookery.worker.engine.sequences import SequenceChunk
+from rookery.worker.engine.slo_gate import SloGate
 from rookery.worker.memory import MemoryUse, TooSmall
 from rookery.worker.model.adapter import ResidentModel
 from rookery.worker.model.lora import LoraManager
@@ -117,8 +118,7 @@ class NativeEngine:
         self.weights = WeightSets(decoder, loras, self.runner)
         self.store = self.runner.store
         self.gate = gate or SloGate(enabled=False)
-        self.admission = Admission(self.store, loras, max_rows, self.stats, self.gate)
-        self.admission.serves = self.weights.serves
+        self.admission = Admission(self.store, loras, max_rows, self.stats, self.gate, self.weights.serves)
         self._speculator = speculator if decoder.device.type == "cpu" else None
         self._decode, self._prefill_keys, self._mask_seconds = decode, prefill_keys, mask_seconds
         default = GPU_PREFILL_TOKENS if device.fuses(decoder.device, decoder.dtype) else PREFILL_TOKENS
@@ -127,9 +127,9 @@ class NativeEngine:
         self._undrained: dict[str, EngineRequest] = {}
         """Requests with tokens, or an end, that ``drain`` has not returned."""
         self._prefills = 0
-        """Prefill slices since the last decode step …"""
+        """Prefill slices since the last decode step."""
         self._decodes = 0
-        """… and decode steps since the last prefill slice."""
+        """Decode steps since the last prefill slice."""
         self._time = WorkerTime({})
         self._computed: Counter[str] = Counter()
         """By tenant, the tokens of the last slice; those of clients among them, and those whose time is shared."""
@@ -168,7 +168,8 @@ class NativeEngine:
         return rows
 
     def sharing(self) -> Collection[str]:
-        return {row.params.tenant for row in self.admission.running if self.gate.shares_time(row)}
+        rows = (*self.admission.running, *self.admission.entitled())
+        return {row.params.tenant for row in rows if self.gate.shares_time(row)}
 
     def tenant_tokens(self) -> Mapping[str, float]:
         return self._sharing
@@ -201,7 +202,7 @@ class NativeEngine:
         request = EngineRequest.begin(generate, self._decode, grammar)
         self._requests[generate.request] = request
         if request.key:
-            self.loras.pin(request.key)
+            self.loras.acquire(request.key)
         self.gate.track(request)
         request.check_finished(self.limits.max_context)
         if request.finish:
@@ -219,9 +220,9 @@ class NativeEngine:
         self.stats["switched"] += 1
         held.switch_adapter(ref)
         if ref.hash != before.hash:  # otherwise both versions have the same weights, and the cache is valid for both
-            self.loras.pin(ref.hash)
+            self.loras.acquire(ref.hash)
             self.admission.on_adapter_switched(held, keep=not recompute)
-            self.loras.unpin(before.hash)
+            self.loras.release(before.hash)
         return True
 
     def abort(self, request: str) -> None:
@@ -450,7 +451,8 @@ class NativeEngine:
         self._sharing = Counter(row.params.tenant for row in rows if self.gate.shares_time(row))
         self.runner.prepare_adapters(self.loras.lora_key(row.key) for row in rows)
         rows.sort(key=lambda row: (self.loras.slot_order(row.key), row.key))
-        drafts = self._drafts(rows)
+        others = len(self._requests) > len(rows)
+        drafts = self._drafts(rows, others=others)
         began = time.perf_counter()
         chunks = [
             sequence_chunk(self.loras.lora_key(row.key), [row.tokens[-1], *draft], row.filled, row.slot, row.prefix)
@@ -468,7 +470,8 @@ class NativeEngine:
         positions = sum(len(chunk.tokens) for chunk in chunks)
         if self._speculator is not None:
             seconds, tokens = time.perf_counter() - began, self.generated - before
-            self._speculator.observe(len(rows), positions, tokens, seconds)
+            beside = self.gate.beside
+            self._speculator.observe(len(rows), positions, tokens, seconds, others=others, beside=beside)
         return positions
 
     def _masked(self, rows: list[EngineRequest]) -> list[EngineRequest]:
@@ -487,13 +490,14 @@ class NativeEngine:
             grammars[row].prepare(row.tokens)
         return rows
 
-    def _drafts(self, rows: Sequence[EngineRequest]) -> list[list[int]]:
-        """Of each row, with room for their keys and values in its slot; none while the gate counts rows."""
+    def _drafts(self, rows: Sequence[EngineRequest], *, others: bool) -> list[list[int]]:
+        """Of each row, with room for their keys and values in its slot; none while the gate counts rows. ``others``:
+        further requests are here."""
         if self._speculator is None or self.gate.tracked:
             return [[] for _ in rows]
         context = self.limits.max_context
         limits = [row.remaining(context) - 1 if row.logits is None else 0 for row in rows]
-        drafts = self._speculator.propose(rows, limits)
+        drafts = self._speculator.propose(rows, limits, others=others, beside=self.gate.beside)
         drafts = [draft[: self.admission.room_after(row, len(draft))] for row, draft in zip(rows, drafts, strict=True)]
         self.stats["draft_tokens"] += sum(map(len, drafts))
         return drafts
@@ -577,6 +581,6 @@ class NativeEngine:
         if self._speculator is not None:
             self._speculator.end(request)
         if request.key:
-            self.loras.unpin(request.key)
+            self.loras.release(request.key)
         del self._requests[request.params.request]
         self._undrained[request.params.request] = request

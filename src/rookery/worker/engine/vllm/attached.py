@@ -133,7 +133,11 @@ class Attached:
             raise UserError(f"the vLLM server at {self.url} cannot load {adapter.folder}: {_reason(answer)}")
 
     async def unload(self, adapter: LoadedAdapter) -> None:
-        await self._post("/v1/unload_lora_adapter", {"lora_name": adapter.name})
+        answer = await self._post("/v1/unload_lora_adapter", {"lora_name": adapter.name})
+        if answer.status_code in BUSY or answer.status_code >= SERVER_ERRORS:
+            raise self._problem(answer.status_code, _reason(answer), adapter)
+        if answer.is_error and answer.status_code != NOT_FOUND:
+            log.warning("the vLLM server at %s has not unloaded %s: %s", self.url, adapter.name, _reason(answer))
 
     async def sample(self, task: SamplingTask) -> AsyncIterator[SampledPart]:
         await self._read_metrics()

@@ -51,9 +51,9 @@ class SamplingTask:
     priority: int = 0
     """The least is scheduled first."""
     scored: range = range(0)
-    """Positions in ``tokens`` whose log-probabilities are requested …"""
+    """Positions in ``tokens`` whose log-probabilities are requested."""
     top_logprobs: int = 0
-    """… each with so many of the likeliest tokens."""
+    """So many of the likeliest tokens are requested at each of these positions."""
 
     @property
     def salt(self) -> str:

@@ -286,7 +286,8 @@ class VllmEngine:
 
     def _load_again(self, request: EngineRequest, lost: LoadedAdapter | None) -> None:
         """Load the adapter of a request whose task did not find it as ``lost``, unless that was done for another one.
-        Raises ``UserError``, after which it is not attached, or :data:`REPEATED`."""
+        It is not attached after this if its folder has left the disk, nor after a ``UserError``. Raises that, or
+        :data:`REPEATED`."""
         key, ref = request.key, request.params.adapter
         if lost is None or ref is None or self._adapters.get(key) is not lost:
             return
@@ -297,7 +298,8 @@ class VllmEngine:
             del self._adapters[key]
             self._evicting.discard(key)
             self._gaps.pop(key, None)
-            raise
+            if lost.folder.is_dir():
+                raise
 
     def _check(self, ref: protocol.AdapterRef, adapter: LoadedAdapter, *, changes: bool) -> None:
         """Compare the canary. Raises ``UserError``; ``changes``: the version is not the base model."""
@@ -338,22 +340,33 @@ class VllmEngine:
         return {at: score for part in parts for at, score in part.scores.items()}
 
     def _make_room(self) -> None:
-        unused = next((key for key in self._adapters if not self._users[key]), None)
-        if unused is None:
+        candidates = sorted(self._adapters, key=lambda key: key not in self._evicting)
+        unused = [key for key in candidates if not self._users[key]]
+        if not unused:
             raise NoRoom(f"all {self._backend.max_adapters} adapters that vLLM holds are in use")
-        self._evicting.add(unused)
-        self._unload_unused(unused)
+        for key in unused:
+            self._evicting.add(key)
+            self._unload_unused(key)
+            if key not in self._adapters:
+                return
+        raise ServerFault("vLLM unloads none of the adapters that have no request")
 
     def _release(self, key: str) -> None:
         self._users[key] -= 1
         self._unload_unused(key)
 
     def _unload_unused(self, key: str) -> None:
+        """Unload an adapter that is to be, and has no request. One that a busy or faulty server keeps is unloaded when
+        its place is needed."""
         if key in self._evicting and not self._users[key]:
+            try:
+                self._wait(self._backend.unload(self._adapters[key]))
+            except REPEATED as error:
+                log.warning("an adapter is not unloaded: %s", one_line(error), extra={"adapter": key})
+                return
             self._evicting.discard(key)
-            del self._users[key]
+            del self._users[key], self._adapters[key]
             self._gaps.pop(key, None)
-            self._wait(self._backend.unload(self._adapters.pop(key)))
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -434,12 +447,14 @@ class VllmEngine:
         try:
             if loaded:
                 self._load_again(request, task.adapter)
-            if request.key and request.key not in self._adapters:
-                raise UserError(f"vLLM has lost its adapter: {one_line(problem)}")
         except REPEATED as error:
             problem, loaded = error, False
         except UserError as error:
             request.finish, request.error = "error", one_line(error)
+            return
+        if request.key and request.key not in self._adapters:
+            log.info("request leaves this worker, which has its adapter no more", extra={"request": name})
+            request.finish = "abort"
             return
         pause = 0.0 if loaded and repeats == 1 else min(FIRST_PAUSE * 2 ** (repeats - 1), self.longest_pause)
         log.info("request is repeated in %.1f s: %s", pause, one_line(problem), extra={"request": name})

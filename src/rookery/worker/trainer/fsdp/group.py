@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rookery import protocol
+from rookery.folders import temporary_folder
 from rookery.worker.failures import SURVIVED, WorkerBroken
 from rookery.worker.trainer.fsdp.shard import PolicyShard
 from rookery.worker.transfer.http import one_line
@@ -64,7 +64,7 @@ class TrainingGroup:
 
     def __init__(self, options: GroupOptions) -> None:
         self.options = options
-        self._rendezvous = tempfile.TemporaryDirectory()
+        self._rendezvous = temporary_folder()
         spawn = multiprocessing.get_context("spawn")
         self._others: list[Connection] = []
         self._processes = []

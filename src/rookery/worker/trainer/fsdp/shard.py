@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rookery import protocol
-from rookery.algorithms.losses import LOSSES, kl_penalty
 from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.published import read_published
@@ -38,7 +37,7 @@ from rookery.worker.trainer.fsdp.module import (
     weights_of,
     whole,
 )
-from rookery.worker.trainer.microbatch import agreement
+from rookery.worker.trainer.operation_loss import compares, operation_loss
 from rookery.worker.trainer.optim import CLIP_EPS, MOMENTS, AdapterExport, Vectors, is_finite_step
 
 
@@ -158,24 +157,21 @@ class PolicyShard:
         at = torch.stack((row_of, rows), 1).to(self._device)
         targets = self._column([protocol.integers(s.targets) for s in sequences], torch.int64)
         tokens = tokens.to(self._device)
-        base = None
-        if op.kl_weight:  # of a LoRA only: a full policy keeps no other model
+        reference = None
+        if compares(op):  # of a LoRA only: a full policy keeps no other model
             with torch.no_grad(), self._as_reference(op.reference is not None):
-                base, _ = self._module(tokens, at, targets, op.temperature)
+                reference, _ = self._module(tokens, at, targets, op.temperature)
         with torch.set_grad_enabled(not op.forward_only):
             logp, entropy = self._module(tokens, at, targets, op.temperature)
         leaf = logp.detach().requires_grad_()
         columns = [self._column(values, leaf.dtype) for values in _loss_columns(sequences)]
-        out = LOSSES[op.loss.name](leaf, *columns, row_of.to(self._device), **op.loss.params)
-        total, metrics = out.total, dict(out.metrics)
-        if base is not None:
-            penalty = kl_penalty(leaf, base, columns[2])
-            total, metrics = total + op.kl_weight * penalty.total, metrics | penalty.metrics
-        metrics |= {"loss:sum": float(total.detach())} | agreement(leaf.detach(), columns[0])
+        sampled, advantages, weights = columns
+        loss = operation_loss(op, leaf, sampled, advantages, weights, row_of.to(self._device), reference)
+        metrics = dict(loss.metrics)
         if not op.forward_only:
             metrics["entropy:sum"] = float(entropy.sum())
             self._nonfinite |= not math.isfinite(metrics["loss:sum"])
-            (gradient,) = torch.autograd.grad(total, leaf)
+            (gradient,) = torch.autograd.grad(loss.total, leaf)
             logp.backward(gradient * dist.get_world_size())  # the processes' gradients are averaged
         return PassResult(metrics, list(leaf.detach().cpu().split(counts)) if counts else [])
 

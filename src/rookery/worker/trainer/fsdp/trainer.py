@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from rookery import protocol
 from rookery.algorithms.losses import PAIRED_LOSSES
 from rookery.tokenization.registry import WEIGHTS, BaseReference
+from rookery.worker.failures import SURVIVED
 from rookery.worker.memory import MemoryUse, NoRoom, require
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.trainer.base import Trainer, check_rank, initial_adapter, packed_groups
@@ -65,6 +67,35 @@ class FolderExport:
         return sorted(path.name for path in folder.iterdir())
 
 
+@dataclass(eq=False)
+class PlannedGroups:
+    """Groups of ``batch`` as ``sequences``, and those of their ``passes`` (:func:`plan_passes`) that are not computed;
+    ``logprobs`` are those of the computed sequences."""
+
+    batch: QueuedBatch
+    sequences: list[protocol.Datum]
+    passes: list[list[list[int]]]
+    logprobs: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class PolicyInGroup:
+    """The group's state is that of a policy which is held."""
+
+    policy: str
+    held: HeldPolicy[TrainingGroup]
+    planned: PlannedGroups | None = None
+    """Of the batch that is being computed."""
+
+
+@dataclass(frozen=True)
+class VersionInGroup:
+    """The group still has the state of a version that was offloaded; no policy is held."""
+
+    policy: str
+    version: str
+
+
 class FsdpTrainer(Trainer):
     def __init__(
         self,
@@ -96,13 +127,11 @@ class FsdpTrainer(Trainer):
         self._max_tokens = max_tokens
         self._exports = exports
         self._claim = claim
-        self._policy = ""
-        self._held: HeldPolicy[TrainingGroup] | None = None
-        self._offloaded: tuple[str, str] | None = None
-        """Policy and version of the state that the group still has, while no policy is held."""
+        self._content: PolicyInGroup | VersionInGroup | None = None
+        """The state in the group; None: no policy's."""
         self._bytes = 0
         self._reference_bytes = 0
-        """Of those, what the version takes that KL penalties compare with."""
+        """Of those, the bytes of the version that KL penalties compare with."""
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -135,7 +164,7 @@ class FsdpTrainer(Trainer):
         self._hold(policy, lease, parent, optimizer=optimizer)
 
     def restore(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
-        if self._offloaded != (policy, parent.hash):
+        if self._content != VersionInGroup(policy, parent.hash):
             return False
         self._hold(policy, lease, parent).zero_grad()
         return True
@@ -157,26 +186,27 @@ class FsdpTrainer(Trainer):
         held.reference, self._bytes, self._reference_bytes = (reference.hash, None), size, needed
 
     def _held_by(self, policy: str) -> HeldPolicy[TrainingGroup] | None:
-        return self._held if policy == self._policy else None
+        content = self._content
+        return content.held if isinstance(content, PolicyInGroup) and content.policy == policy else None
 
     def _hold(self, policy: str, lease: int, parent: protocol.AdapterRef, *, optimizer: bool = True) -> TrainingGroup:
         assert self._group is not None
-        self._policy, self._offloaded = policy, None
-        self._held = HeldPolicy(lease, self._group, {parent.hash: 0}, optimizer=optimizer)
+        self._content = PolicyInGroup(policy, HeldPolicy(lease, self._group, {parent.hash: 0}, optimizer=optimizer))
         return self._group
 
     def _make_room(self, policy: str) -> None:
         """Free the group's state. Raises ``NoRoom`` while another policy uses it."""
+        content = self._content
         if (
-            self._held is not None
-            and self._policy != policy
-            and (self.queue.pending_of(self) or not self._held.idle(time.monotonic()))
+            isinstance(content, PolicyInGroup)
+            and content.policy != policy
+            and (self.queue.pending_of(self) or not content.held.idle(time.monotonic()))
         ):
             raise NoRoom
         self._free()
 
     def _free(self) -> None:
-        self._held, self._offloaded, self._policy, self._bytes, self._reference_bytes = None, None, "", 0, 0
+        self._content, self._bytes, self._reference_bytes = None, 0, 0
         if self._claim is not None:
             self._claim(0)
         if self._group is not None:
@@ -200,19 +230,19 @@ class FsdpTrainer(Trainer):
         if version is None:
             self._free()
         else:
-            self._held, self._offloaded = None, (policy, version)
+            self._content = VersionInGroup(policy, version)
 
     def evict(self, policy: str) -> None:
-        if policy == self._policy:
+        if self._content is not None and self._content.policy == policy:
             self.queue.lose(policy)
             self._free()
 
     def discard_offloaded(self, parent_hash: str) -> None:
-        if self._offloaded is not None and self._offloaded[1] == parent_hash:
+        if isinstance(self._content, VersionInGroup) and self._content.version == parent_hash:
             self._free()
 
     def clear_offloaded(self) -> None:
-        if self._offloaded is not None:
+        if isinstance(self._content, VersionInGroup):
             self._free()
 
     # --- operations -------------------------------------------------------------------------------------------------
@@ -238,37 +268,55 @@ class FsdpTrainer(Trainer):
     # --- slices -----------------------------------------------------------------------------------------------------
 
     def compute(self, batches: list[QueuedBatch]) -> None:
-        """The next groups of the first batch, in as many passes of the group as they need."""
+        """One pass of the first batch."""
         batch = batches[0]
         if not self._begin(batch):
             return
+        content = self._content
+        assert isinstance(content, PolicyInGroup)
+        try:
+            planned = self._compute_pass(content, batch)
+        except SURVIVED as error:
+            self._fail(batch, error)
+            return
+        if not (planned.passes or batch.groups):
+            self.queue.remove(batch)
+            content.planned = None
+            content.held.complete(batch.op)
+            self.queue.add(TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs()))
+
+    def _compute_pass(self, content: PolicyInGroup, batch: QueuedBatch) -> PlannedGroups:
+        """The next pass of ``batch``, on the state ``content``; its plan, with the passes that are left."""
         assert self._group is not None
         began = time.perf_counter()
-        processes, tokens = self._group.options.processes, 0
-        sequences: list[protocol.Datum] = []
-        while batch.groups and (not sequences or tokens + batch.groups[0].tokens <= self._slice_tokens * processes):
-            group = batch.groups.popleft()
-            tokens += group.tokens
-            sequences += group.sequences()
-        logprobs: dict[int, Tensor] = {}
-        for shares in plan_passes([len(sequence.tokens) for sequence in sequences], processes, self._slice_tokens):
-            each = [[sequences[at] for at in share] for share in shares]
+        planned = content.planned
+        if planned is None or planned.batch is not batch or not planned.passes:
+            planned = content.planned = self._plan(batch, self._group.options.processes)
+        for shares in planned.passes[:1]:
+            each = [[planned.sequences[at] for at in share] for share in shares]
             results: list[PassResult] = self._group.call("forward_backward", batch.op, each=each)
             for share, result in zip(shares, results, strict=True):
                 batch.add_metrics(result.metrics)
-                logprobs.update(zip(share, result.logprobs, strict=True))
-        if batch.op.forward_only or batch.op.logprobs:
-            for at in range(len(sequences)):
-                batch.add_logprobs(logprobs[at])
-        trained = sum(len(sequence.tokens) for sequence in sequences)
-        self.trained += trained
-        self.queue.charge(batch.op.tenant, trained)
+                planned.logprobs.update(zip(share, result.logprobs, strict=True))
+            trained = sum(len(sequence.tokens) for part in each for sequence in part)
+            self.trained += trained
+            self.queue.charge(batch.op.tenant, trained)
+        del planned.passes[:1]
+        if not planned.passes and (batch.op.forward_only or batch.op.logprobs):
+            for at in range(len(planned.sequences)):
+                batch.add_logprobs(planned.logprobs[at])
         batch.add_metrics({"seconds": time.perf_counter() - began})
-        if not batch.groups:
-            self.queue.remove(batch)
-            assert self._held is not None
-            self._held.complete(batch.op)
-            self.queue.add(TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs()))
+        return planned
+
+    def _plan(self, batch: QueuedBatch, processes: int) -> PlannedGroups:
+        """Passes of the next groups of ``batch``: as many as fill one, and at least one group."""
+        sequences: list[protocol.Datum] = []
+        left = self._slice_tokens * processes
+        while batch.groups and (not sequences or batch.groups[0].unshared_tokens <= left):
+            left -= batch.groups[0].unshared_tokens
+            sequences += batch.groups.popleft().sequences()
+        passes = plan_passes([len(sequence.tokens) for sequence in sequences], processes, self._slice_tokens)
+        return PlannedGroups(batch, sequences, passes)
 
     def _export(self, op: protocol.OptimStep, held: HeldPolicy[TrainingGroup]) -> Export:
         if not op.parent.rank:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rookery.errors import UserError
+from rookery.folders import temporary_folder
 from rookery.tokenization.registry import PUBLISHED_WEIGHTS, WEIGHTS
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.published import INDEX, published_files, unfuse
@@ -89,7 +89,7 @@ def load_state(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> int
     """Fill this process's shards of ``tensors`` from a version; the steps taken. Every process calls it."""
     import torch.distributed.checkpoint as dcp
 
-    with tempfile.TemporaryDirectory() as linked:
+    with temporary_folder() as linked:
         for path in folder.glob(f"{TRAINER_STATE}.*"):
             name = path.name.removeprefix(f"{TRAINER_STATE}.")
             (Path(linked) / (f".{name}" if name == "metadata" else name)).symlink_to(path.absolute())

@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rookery.worker.engine.native.attention import SequenceChunk, TokenStream
+from rookery.worker.engine.kv_cache import KVCache
 from rookery.worker.engine.native.kernels import gradients
 from rookery.worker.engine.native.kernels.attention import KernelAttention
 from rookery.worker.engine.native.kernels.gradients import add_norm_gradient, heads_gradient, swiglu_gradient
 from rookery.worker.engine.native.kernels.layer_pass import LayerValues, forward, run_layer
 from rookery.worker.engine.native.kernels.lora import KernelAdapter, LayerStages
 from rookery.worker.engine.native.kernels.vec import LANES
-from rookery.worker.engine.native.kv_cache import KVCache
+from rookery.worker.engine.sequences import SequenceChunk, TokenStream
 from rookery.worker.model.adapter_slots import padded_rank
 from rookery.worker.model.batch_invariance import key_capacity
 from rookery.worker.model.config import SITES

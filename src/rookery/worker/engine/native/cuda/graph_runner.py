@@ -23,9 +23,9 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor
 
-from rookery.worker.engine.native.attention import SequenceChunk
-from rookery.worker.engine.native.kv_cache import SCRATCH, KVCache
+from rookery.worker.engine.kv_cache import SCRATCH, KVCache
 from rookery.worker.engine.sampler import SampledTokens, SamplingKey, sample
+from rookery.worker.engine.sequences import SequenceChunk
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder, LoraProduct
 from rookery.worker.model.lora import GroupedMatmul, LoraManager, best_grouped_matmul, grouped_matmul

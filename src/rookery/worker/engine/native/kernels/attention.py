@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rookery.worker.engine.native.attention import TokenStream
+from rookery.worker.engine.kv_cache import KVCache
 from rookery.worker.engine.native.kernels.product import multiply
 from rookery.worker.engine.native.kernels.runtime import FIRST, Arguments, Kernel, check_rows, checked_address
 from rookery.worker.engine.native.kernels.vec import (
@@ -43,7 +43,7 @@ from rookery.worker.engine.native.kernels.vec import (
     write_float,
     write_half,
 )
-from rookery.worker.engine.native.kv_cache import KVCache
+from rookery.worker.engine.sequences import TokenStream
 from rookery.worker.model.decoder import Decoder
 
 _BLOCK_ROWS = 24

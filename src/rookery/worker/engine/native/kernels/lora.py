@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ class KernelAdapter:
     table: Tensor
     factors: list[Tensor]
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return sum(factor.nbytes for factor in self.factors)
 

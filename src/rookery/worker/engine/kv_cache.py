@@ -39,6 +39,8 @@ class KVSlot:
 
     start: int
     capacity: int
+    copied: int = 0
+    """Further tokens of the budget, for a copy of the shared prompt before the segment."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class SegmentStore:
 
     rewinds = True
     """Whether a segment can continue from any of its tokens, not from its last one only."""
+    copies_prefix = False
+    """Whether a segment holds a copy of the shared prompt that it follows."""
 
     def __init__(self, budget_bytes: int, token_bytes: int, state_bytes: int = 0) -> None:
         """``state_bytes`` are those of a segment besides its tokens."""
@@ -87,8 +91,16 @@ class SegmentStore:
         raise NotImplementedError
 
     def _size(self, length: int) -> int:
-        """Tokens of the budget that a segment takes."""
+        """Tokens of the budget that a segment takes, besides a copy of the prompt before it."""
         return key_capacity(length) + self.state_tokens
+
+    def _copied(self, prefix: int) -> int:
+        """Tokens of the budget for a segment's copy of the shared prompt, of ``prefix`` tokens, before it."""
+        return key_capacity(prefix) if prefix and self.copies_prefix else 0
+
+    def _held(self, slot: KVSlot) -> int:
+        """Tokens of the budget that the segment in ``slot`` takes."""
+        return self._size(slot.capacity) + slot.copied
 
     @property
     def bytes(self) -> int:
@@ -101,13 +113,14 @@ class SegmentStore:
         free = sum(stop - start for start, stop in self.free_ranges)
         return self.tokens - LANES - free - self._retained_tokens
 
-    def fits_alone(self, *lengths: int) -> bool:
-        """Whether segments of these lengths would fit in an empty cache."""
-        return sum(self._size(length) for length in lengths if length) <= self.tokens - LANES
+    def fits_alone(self, prefix: int, tail: int) -> bool:
+        """Whether a shared prompt of ``prefix`` tokens and a tail would fit in an empty cache. Either may have none."""
+        size = sum(self._size(length) for length in (prefix, tail) if length)
+        return size + (self._copied(prefix) if tail else 0) <= self.tokens - LANES
 
     @property
     def longest(self) -> int:
-        """Tokens of two segments that fit in an empty cache, however they are divided; at least 1."""
+        """Tokens of a shared prompt and its tail that fit in an empty cache, however they are divided; at least 1."""
         steps = [1]  # the first lengths of each size
         while steps[-1] < self.tokens:
             steps.append(key_capacity(steps[-1]) + 1)
@@ -117,31 +130,35 @@ class SegmentStore:
 
         return max(1, bisect_left(range(1, self.tokens), True, key=lambda length: not fits(length)))
 
-    def allocate(self, length: int) -> KVSlot | None:
-        """A slot for ``length`` tokens; evicts retained segments if it must. None when the cache is full."""
-        size = self._size(length)
+    def allocate(self, length: int, prefix: int = 0) -> KVSlot | None:
+        """A slot for ``length`` tokens after a shared prompt of ``prefix`` tokens; evicts retained segments if it must.
+        None when the cache is full."""
+        return self._allocate(length, self._copied(prefix), evict=True)
+
+    def _allocate(self, length: int, copied: int, *, evict: bool) -> KVSlot | None:
+        size = self._size(length) + copied
         while True:
             for i, (start, stop) in enumerate(self.free_ranges):
                 if stop - start >= size:
                     self.free_ranges[i : i + 1] = [(start + size, stop)] if stop - start > size else []
-                    return KVSlot(start, size - self.state_tokens)
-            if not self.retained:
+                    return KVSlot(start, key_capacity(length), copied)
+            if not (evict and self.retained):
                 return None
             self._evict(next(iter(self.retained)))
 
-    def resize(self, slot: KVSlot, length: int) -> KVSlot | None:
+    def resize(self, slot: KVSlot, length: int, *, evict: bool = True) -> KVSlot | None:
         """The slot of the same segment with room for ``length`` tokens; None (and nothing changes) when the cache is
-        full."""
+        full, without ``evict`` also while retained segments fill it."""
         if length <= slot.capacity:
             return slot
-        new = self.allocate(length)
+        new = self._allocate(length, slot.copied, evict=evict)
         if new is not None:
             self.move(slot, new)
             self.free(slot)
         return new
 
     def free(self, slot: KVSlot) -> None:
-        start, stop = slot.start, slot.start + self._size(slot.capacity)
+        start, stop = slot.start, slot.start + self._held(slot)
         at = sum(free < start for free, _ in self.free_ranges)
         if at < len(self.free_ranges) and self.free_ranges[at][0] == stop:
             stop = self.free_ranges.pop(at)[1]
@@ -160,7 +177,7 @@ class SegmentStore:
             self._evict(key)
         now = time.monotonic()
         self.retained[key] = RetainedSegment(slot, metadata, now)
-        self._retained_tokens += self._size(slot.capacity)
+        self._retained_tokens += self._held(slot)
         while now - self.retained[oldest := next(iter(self.retained))].since > RETAIN_SECONDS:
             self._evict(oldest)
 
@@ -175,7 +192,7 @@ class SegmentStore:
     def _take(self, key: Hashable) -> RetainedSegment:
         """The segment retained under ``key``, which is no longer."""
         kept = self.retained.pop(key)
-        self._retained_tokens -= self._size(kept.slot.capacity)
+        self._retained_tokens -= self._held(kept.slot)
         return kept
 
     def restore(self, key: Hashable, length: int) -> tuple[KVSlot, Any] | None:
@@ -187,7 +204,7 @@ class SegmentStore:
         slot = self.resize(kept.slot, length)
         if slot is None:  # every other one was evicted for it: it is the only one
             self.retained[key] = kept
-            self._retained_tokens += self._size(kept.slot.capacity)
+            self._retained_tokens += self._held(kept.slot)
             return None
         return slot, kept.metadata
 

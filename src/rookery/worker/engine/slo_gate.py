@@ -1,10 +1,11 @@
-"""The SLO gate of the native engine: applies :mod:`rookery.scheduling.slo` to its requests, and counts the result.
+"""The SLO gate of an engine: applies :mod:`rookery.scheduling.slo` to its requests, and counts the result.
 
 * A client's request with an objective (``ttft_ms``, ``tpot_ms``) is tracked from its arrival to its end. While there is
   none, every method returns at once and everything runs.
 * The gate holds back rollouts and training for clients' requests, and never one of those. Some of these have no
   ``reserved`` row: the service sends them to run in rows of rollouts, in their order.
-* It holds nothing back for a request that only other rows' ends can help: one that waits behind rollouts.
+* It holds nothing back for a request that only other rows' ends can help: no rows for one that waits when rows have
+  been given, no training for one that waits behind rollouts.
 * It holds nothing back for the requests of tenants whose clients used more than their share of the worker, while others
   have work there (:class:`rookery.scheduling.slo.ClientTime`): they take turns with them, as rollouts do.
 * The gate decides which rows a slice computes, never their tokens.
@@ -23,9 +24,9 @@ import torch
 from rookery.scheduling.costs import CostTable, Kind
 from rookery.scheduling.slo import CacheBudget, ClientTime, Demand, admit, deadline, slack
 from rookery.worker import device
-from rookery.worker.engine.native.attention import SequenceChunk
-from rookery.worker.engine.native.runner import Runner
 from rookery.worker.engine.request import EngineRequest
+from rookery.worker.engine.runner import Runner
+from rookery.worker.engine.sequences import SequenceChunk
 
 KV_HEADROOM = 0.2
 """Share of the KV cache that rollouts leave while interactive requests are there. When those need more, the cache of
@@ -65,9 +66,15 @@ class TrackedRequest:
         return self.request.params.tenant
 
     @property
+    def runs(self) -> bool:
+        """Whether it has a row: it computes when others do not. One that waits after the rows are given gets a row when
+        another one ends, and no sooner."""
+        return self.request.slot is not None
+
+    @property
     def helped(self) -> bool:
-        """Whether it can compute when rollouts do not: it runs, or waits ahead of them."""
-        return self.request.params.reserved or self.request.slot is not None
+        """Whether it gets its token sooner without training: it runs, or waits ahead of rollouts."""
+        return self.request.params.reserved or self.runs
 
     @property
     def prefill(self) -> int:
@@ -189,7 +196,8 @@ class SloGate:
             return rows
         own = [row for row in rows if self.is_client(row)]
         others = [row for row in rows if not self.is_client(row)]
-        count = 0 if self.training_waits else self._admit("decode", len(own), len(others))
+        served = any(held.runs and held.tenant not in self.beyond for held in self.tracked.values())
+        count = 0 if self.training_waits and served else self._admit("decode", len(own), len(others))
         return own + others[:count]
 
     def prefill_tokens(self, rows: Sequence[EngineRequest], limit: int) -> int:
@@ -206,18 +214,19 @@ class SloGate:
     def allows_training(self, spent: float = 0.0) -> bool:
         """Whether a training slice may run now, or the rest of one that has taken ``spent`` seconds."""
         left = max(0.0, self.costs.seconds("train", 1) - spent)
+        demand = self.demand(held for held in self.tracked.values() if held.helped)
         allowed = (
             all(held.tenant in self.beyond for held in self.tracked.values())
-            or slack(self.demand(), "train", 0, self._clock(), self.costs) >= left
+            or slack(demand, "train", 0, self._clock(), self.costs) >= left
         )
         self.training_waits = not allowed
         return allowed
 
-    def demand(self) -> Demand:
-        """Of all tracked requests, but those that wait in the order of rollouts, or of tenants beyond their share."""
-        helped = [held for held in self.tracked.values() if held.helped and held.tenant not in self.beyond]
-        waiting = [held for held in helped if held.prefill]
-        decoding = [held for held in helped if not held.prefill]
+    def demand(self, tracked: Iterable[TrackedRequest]) -> Demand:
+        """Of these requests, but those of tenants beyond their share."""
+        counted = [held for held in tracked if held.tenant not in self.beyond]
+        waiting = [held for held in counted if held.prefill]
+        decoding = [held for held in counted if not held.prefill]
         return Demand(
             _prompt_tokens(waiting),
             len(decoding),
@@ -226,7 +235,7 @@ class SloGate:
         )
 
     def _admit(self, kind: Kind, own: int, candidates: int) -> int:
-        demand, now = self.demand(), self._clock()
+        demand, now = self.demand(held for held in self.tracked.values() if held.runs), self._clock()
         count = admit(demand, kind, own, candidates, now, self.costs)
         self._slacks = [(at, left) for at, left in self._slacks if at > now - SLACK_SECONDS]
         self._slacks.append((now, slack(demand, kind, own + count, now, self.costs)))
@@ -234,7 +243,7 @@ class SloGate:
 
     def describe(self) -> str:
         """For the log: its requests and their next deadlines."""
-        demand, now = self.demand(), self._clock()
+        demand, now = self.demand(self.tracked.values()), self._clock()
         dues = {"first": demand.prefill_due, "next": demand.decode_due}
         tokens = [f"a {kind} token is due in {due - now:.1f} s" for kind, due in dues.items() if math.isfinite(due)]
         waits = ["training waits for slack"] if self.training_waits else []
