@@ -240,6 +240,20 @@ def test_a_plan_by_which_no_job_could_run_is_refused_in_one_line(tmp_path: Path)
         plan_to_follow(path)
 
 
+@pytest.mark.parametrize("model", ["qwen3-0.6b", ""])
+def test_a_plan_of_several_base_models_is_refused_in_one_line(tmp_path: Path, model: str) -> None:
+    smol = "smollm2-135m-instruct"
+    fleet = FleetSpec(machines=[machine("one", model=smol), machine("two", model=model or "qwen3-0.6b")])
+    plan = planned(fleet, one_0=["rollout", "train"]).model_copy(update={"model": model})
+    path = tmp_path / "plan.yaml"
+    path.write_text(plan.model_dump_json(exclude_none=True))
+    with pytest.raises(UserError, match=r"plan\.yaml: .* the base models qwen3-0\.6b and smollm2.*; a plan is for one"):
+        plan_to_follow(path)
+    alias = FleetSpec(machines=[machine("one", model=smol.upper())])
+    path.write_text(planned(alias, one_0=["rollout", "train"]).model_copy(update={"model": smol}).model_dump_json())
+    assert plan_to_follow(path).model == smol
+
+
 def test_a_policy_trains_on_the_quicker_machine_of_the_plan() -> None:
     slow, quick = machine("a"), machine("b")
     quick = quick.model_copy(update={"train_token": slow.train_token / 8})

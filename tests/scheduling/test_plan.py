@@ -189,6 +189,14 @@ def test_a_fleet_of_machines_that_may_vanish_has_no_plan() -> None:
     assert replan(fleet, devices, TWO, ["rollout", "rollout"], 1000) is None
 
 
+MEMORY = {"total": 100, "base": 40, "cache_token": 1, "train_token": 1}
+
+
+@pytest.mark.parametrize("memory", [MEMORY, MEMORY | {"base": 100}, MEMORY | {"states": 60, "state": 61}])
+def test_memory_whose_parts_fit_is_taken(memory: dict[str, int]) -> None:
+    assert machine("a", memory=memory).memory == MachineMemory.model_validate(memory)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -219,6 +227,11 @@ def test_a_fleet_of_machines_that_may_vanish_has_no_plan() -> None:
         ({"memory": {"total": -1, "base": 0, "cache_token": 1, "train_token": 1}}, "machines.0.memory.total: given -1"),
         ({"memory": {"total": 9, "base": -1, "cache_token": 1, "train_token": 1}}, "machines.0.memory.base: given -1"),
         ({"memory": {"total": "10", "base": 0, "cache_token": 1, "train_token": 1}}, "machines.0.memory.total"),
+        # Fields that contradict each other.
+        ({"memory": MEMORY | {"base": 101}}, "machines.0.memory: base: given 101, allowed: at most total, 100"),
+        ({"memory": MEMORY | {"states": 101}}, "machines.0.memory: states: given 101, allowed: at most total - base,"),
+        ({"memory": MEMORY | {"states": 61}}, "machines.0.memory: states: given 61, allowed: at most total - base, 60"),
+        ({"rows": 9, "cache_tokens": 8}, "machines.0: rows: given 9, allowed: at most cache_tokens, 8"),
         ({"gpu": "big"}, "machines.0.gpu: unknown field; allowed: "),
         ({"decod": [[1, 0.1]]}, "machines.0.decod: unknown field; did you mean decode?"),
         ({"machines": None}, "machines: given null, allowed: a valid list"),
@@ -268,7 +281,7 @@ def test_a_machine_whose_context_holds_no_prompt_does_not_generate() -> None:
 
 
 def planned(name: str, machine: str = "a", *roles: str, **fields: Any) -> dict[str, Any]:
-    usual = {"name": name, "machine": machine, "max_rows": 1, "slice_tokens": 1}
+    usual = {"name": name, "machine": machine, "max_rows": 1, "slice_tokens": 512}
     return {**usual, "roles": list(roles) or ["rollout", "train"], **fields}
 
 
@@ -290,6 +303,15 @@ def planned(name: str, machine: str = "a", *roles: str, **fields: Any) -> dict[s
         ({"jobs": []}, "jobs: given [], allowed: have at least 1 item"),
         ({"jobs": [DEMAND.model_dump() | {"group_size": 10**9}]}, "jobs.0.group_size: given 1000000000, allowed: "),
         ({"jobs": [DEMAND.model_dump() | {"policies": 2}]}, "jobs.0: policies: 2 train, and 1 reply"),
+        # Fields that contradict each other.
+        ({"jobs": [DEMAND.model_dump() | {"micro_batch": 65}]}, "jobs.0: micro_batch: given 65, allowed: at most the"),
+        (
+            {"jobs": [DEMAND.model_dump() | {"median_tokens": 769}]},
+            "jobs.0: median_tokens: given 769, allowed: at most",
+        ),
+        ({"workers": [planned("a-0", "a", "train", "train")]}, "workers: a-0 has the role train twice"),
+        ({"workers": [planned("a-0", max_rows=65)]}, "workers: max_rows of a-0: given 65, allowed: at most rows of a,"),
+        ({"workers": [planned("a-0", slice_tokens=9)]}, "workers: slice_tokens of a-0: given 9, allowed: train_slice "),
         ({"fleet": {"machines": []}}, "fleet.machines: given [], allowed: "),
     ],
 )

@@ -117,6 +117,29 @@ REFUSED: list[tuple[Any, str]] = [
         job_of(policies={"a": {"algorithm": {"loss": "cross_entropy"}}}, algorithm__kl_weight=0.1),
         "policies.a.algorithm: kl_weight: ",
     ),
+    (
+        job_of(algorithm__micro_batch=1000),
+        "algorithm.micro_batch: given 1000, allowed: at most group_size x groups_per",
+    ),
+    (
+        job_of(
+            policies={"a": {"algorithm": {"groups_per_step": 1}}}, algorithm__micro_batch=9, algorithm__group_size=8
+        ),
+        "policies.a.algorithm.micro_batch: given 9, allowed: at most group_size x groups_per_step = 8",
+    ),
+    (main(seed=1, warm_start={"job": "x"}), "policies.main: seed: not with warm_start, which gives the first weights"),
+    (main(seed=1, full=True, optimizer={"lr": 1e-5}), "policies.main: seed: not with full: true"),
+    *(
+        (
+            job_of(policies={"a": {}, "b": {"train": False, "seed": 1, **weights}}),
+            f"policies.b: seed: not with train: {after}",
+        )
+        for weights, after in (
+            ({"warm_start": {"job": "x"}}, "false; leave"),
+            ({"base": True}, "false, base: true; leave"),
+            ({"follows": {"policy": "a", "every": 2}}, "false and follows; leave"),
+        )
+    ),
     (job_of(checkpoints__keep_last=0), "checkpoints.keep_last: given 0, allowed: greater than or equal to 1"),
     (
         job_of(checkpoints__commit_every=2),

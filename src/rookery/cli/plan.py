@@ -233,7 +233,7 @@ def demands_of(
                 group_size=algorithm.group_size,
                 groups_per_step=algorithm.groups_per_step,
                 prompt_tokens=prompt_tokens,
-                median_tokens=reply_tokens if reply_tokens is not None else max(1.0, one.sampling.max_tokens / 2),
+                median_tokens=min(reply_tokens or max(1.0, one.sampling.max_tokens / 2), one.sampling.max_tokens),
                 sigma=sigma,
                 max_tokens=one.sampling.max_tokens,
                 environment=environment / len(spec.policies),  # of each reply

@@ -47,6 +47,12 @@ NAMES_SHOWN = 8
 def plan_to_follow(path: Path) -> Plan:
     """The plan in a file. Raises :class:`UserError` of one line, also where its machines could not run its jobs."""
     plan = read_plan(path)
+    models = {canonical(model) for model in (plan.model, *(kind.model for kind in plan.fleet.machines)) if model}
+    if len(models) > 1:
+        raise UserError(
+            f"{path}: its jobs and machines have the base models {' and '.join(sorted(models))}; a plan is for one:"
+            " plan again"
+        )
     roles = {worker.name: role_of(worker.roles) for worker in plan.workers}
     devices = devices_of(plan.fleet)
     found = predict(plan.fleet, devices, plan.jobs, [roles.get(device.name, "off") for device in devices])

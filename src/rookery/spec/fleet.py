@@ -117,6 +117,9 @@ class JobDemand(Workload):
     def _policies_reply(self) -> Self:
         if self.policies > self.turns:
             raise ValueError(f"policies: {self.policies} train, and {self.turns} reply; give at most that many")
+        if self.micro_batch > self.episodes:
+            raise ValueError(f"micro_batch: given {self.micro_batch}, allowed: at most the episodes of a step,"
+                             f" {self.episodes}")  # fmt: skip
         return self
 
     @property
@@ -199,8 +202,18 @@ class Plan(FrozenModel):
             kind = there[worker.name]
             if worker.machine != kind.name:
                 raise ValueError(f"workers: {worker.name} is of the kind {kind.name}, given {worker.machine!r}")
+            if len(set(worker.roles)) < len(worker.roles):
+                raise ValueError(f"workers: {worker.name} has the role {worker.roles[0]} twice; give each role once")
             if "train" in worker.roles and kind.preemptible:
                 raise ValueError(f"workers: {worker.name} may vanish, so it cannot train; give it the role rollout")
+            for field, given, allowed in (
+                ("max_rows", worker.max_rows, range(1, kind.rows + 1)),
+                ("slice_tokens", worker.slice_tokens, (kind.train_slice,)),
+            ):
+                if given not in allowed:
+                    most = "at most rows" if field == "max_rows" else "train_slice"
+                    raise ValueError(f"workers: {field} of {worker.name}: given {given}, allowed: {most} of"
+                                     f" {kind.name}, {allowed[-1]}")  # fmt: skip
         for role in ("rollout", "train"):
             if not any(role in worker.roles for worker in self.workers):
                 raise ValueError(f"workers: none has the role {role}, so no job could run; plan again")

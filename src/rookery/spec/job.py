@@ -297,6 +297,12 @@ class JobSpec(StrictModel):
             except ValidationError as error:
                 problem = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise ValueError(f"policies.{name}.algorithm: {problem}") from None
+            episodes = mine.algorithm.group_size * mine.algorithm.groups_per_step
+            if mine.algorithm.micro_batch > episodes:
+                raise ValueError(
+                    f"{where}algorithm.micro_batch: given {mine.algorithm.micro_batch}, allowed: at most group_size x"
+                    f" groups_per_step = {episodes}"
+                )
             if mine.checkpoints.commit_every > mine.algorithm.max_staleness + 1 and not mine.algorithm.on_rows:
                 raise ValueError(
                     f"checkpoints.commit_every: given {self.checkpoints.commit_every}, allowed at most"

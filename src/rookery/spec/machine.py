@@ -49,6 +49,14 @@ class MachineMemory(FrozenModel):
     state: Bytes | None = None
     """One training state; None: as many as ``state_bytes`` of the machine, which are those of its file."""
 
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.base > self.total:
+            raise ValueError(f"base: given {self.base}, allowed: at most total, {self.total}")
+        if (left := self.total - self.base) < (self.states or 0):
+            raise ValueError(f"states: given {self.states}, allowed: at most total - base, {left}")
+        return self
+
 
 class Machine(FrozenModel):
     """One kind of machine with one base model. Times are seconds, sizes bytes."""
@@ -90,7 +98,9 @@ class Machine(FrozenModel):
     """None: ``rows`` and ``cache_tokens`` say all that fits."""
 
     @model_validator(mode="after")
-    def _ascending(self) -> Self:
+    def _consistent(self) -> Self:
+        if self.rows > self.cache_tokens:
+            raise ValueError(f"rows: given {self.rows}, allowed: at most cache_tokens, {self.cache_tokens}")
         rows = [rows for rows, _ in self.decode]
         if rows != sorted(set(rows)):
             raise ValueError("decode: rows ascend")
@@ -137,6 +147,13 @@ class Workload(FrozenModel):
     def episodes(self) -> int:
         """Episodes of a step."""
         return self.group_size * self.groups_per_step
+
+    @model_validator(mode="after")
+    def _replies_end(self) -> Self:
+        if self.median_tokens > self.max_tokens:
+            raise ValueError(f"median_tokens: given {self.median_tokens:g}, allowed: at most max_tokens,"
+                             f" {self.max_tokens}")  # fmt: skip
+        return self
 
 
 def decode_seconds(points: Sequence[tuple[int, float]], rows: int) -> float:

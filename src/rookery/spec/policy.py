@@ -143,8 +143,8 @@ class AlgorithmSpec(StrictModel):
     `switch`: use the new version from the next token on and keep the KV cache. `recompute`: the same, with the cache
     computed again."""
     micro_batch: int = Field(0, ge=0, le=INTEGER)
-    """Training on a step's groups starts when this many of its episodes are complete, in any order. 0 starts with the
-    whole step. The gradient is the same sum."""
+    """Training on a step's groups starts when this many of its episodes are complete, in any order; at most
+    `group_size` x `groups_per_step`. 0 starts with the whole step. The gradient is the same sum."""
     buffer: Literal["edf", "fifo"] = "edf"
     """Which complete groups are trained on first. `edf`: those whose oldest token was sampled by the oldest version, so
     that they expire first. `fifo`: those that were complete first."""
@@ -326,7 +326,8 @@ class PolicyStop(StrictModel):
 
 
 _FOREIGN_WEIGHTS = {
-    "base": ("rank", "alpha", "targets", "full"),
+    "warm_start": ("seed",),
+    "base": ("rank", "alpha", "targets", "seed", "full"),
     "follows": ("rank", "alpha", "targets", "seed", "full", "base_model"),
 }
 """Fields that a frozen policy does not have which takes its weights from elsewhere."""
@@ -356,7 +357,8 @@ class PolicySpec(StrictModel):
     )
     """Layers that carry a LoRA: a list, or `all-linear`, `attention` (q k v o), `mlp` (gate up down)."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Draws the initial A matrices. B starts at zero, so version 0 answers like the base model."""
+    """Draws the initial A matrices, not with `warm_start`. B starts at zero, so version 0 answers like the base
+    model."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """The [optimizer](#optimizer)."""
     warm_start: WarmStart | None = None
@@ -366,8 +368,9 @@ class PolicySpec(StrictModel):
     among them by tokens, and the sums equal those of one worker up to rounding. It pays from several thousand tokens
     per step on; steps between commits (`checkpoints.commit_every` above 1) are taken by one worker."""
     full: bool = False
-    """Train all parameters instead of a LoRA: `rank`, `alpha`, `targets`, `warm_start` and `trainers` stay away, and
-    `optimizer.lr` is given. A version is a whole model, and its training state takes 16 bytes per parameter."""
+    """Train all parameters instead of a LoRA: `rank`, `alpha`, `targets`, `seed`, `warm_start` and `trainers` stay
+    away, and `optimizer.lr` is given. A version is a whole model, and its training state takes 16 bytes per
+    parameter."""
 
     train: bool = True
     """False freezes the policy at the weights that `warm_start` gives, at the base model, or at versions of another
@@ -390,6 +393,8 @@ class PolicySpec(StrictModel):
     @model_validator(mode="after")
     def _frozen(self) -> PolicySpec:
         if self.train:
+            if self.warm_start is not None and self.seed:
+                raise ValueError("seed: not with warm_start, which gives the first weights; leave it out")
             if self.base:
                 raise ValueError("base: the base model is not trained; give train: false, or leave base out")
             if self.follows is not None:
@@ -412,7 +417,7 @@ class PolicySpec(StrictModel):
     def _whole_model(self) -> PolicySpec:
         if self.full:
             fields = type(self).model_fields
-            for name in ("rank", "alpha", "warm_start", "trainers", "targets"):
+            for name in ("rank", "alpha", "seed", "warm_start", "trainers", "targets"):
                 if getattr(self, name) != (list(TARGETS) if name == "targets" else fields[name].default):
                     raise ValueError(f"{name}: not with full: true, which trains all parameters of the base model")
             if "lr" not in self.optimizer.model_fields_set:
