@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rookery.clock import Clock
@@ -264,6 +265,10 @@ class LoopThread:
             with contextlib.suppress(RuntimeError):  # the loop has just closed
                 self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(seconds)
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in this loop; it is cancelled where the loop ends first."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

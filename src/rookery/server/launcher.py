@@ -20,7 +20,7 @@ import socket
 import ssl
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import uvicorn
 
@@ -84,6 +84,7 @@ from rookery.tokenization.registry import resolve, usable
 from rookery.turns import TenantThreads
 
 log = logging.getLogger("rookery.server")
+T = TypeVar("T")
 
 KEEP_ALIVE_SECONDS = 75
 """Lifetime of an idle connection: longer than clients keep theirs, so that the client closes it."""
@@ -421,6 +422,10 @@ class EmbeddedService:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._thread.stop()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the service's event loop, while the service runs."""
+        return self._thread.call(coroutine)
 
     async def _serve(self, stopping: asyncio.Event) -> None:
         try:
