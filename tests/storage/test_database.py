@@ -42,6 +42,7 @@ from tests.support.storing import (
     new_database,
     new_group,
     running_postgres,
+    sampler_row,
     submit,
     visit,
 )
@@ -528,6 +529,7 @@ def test_trimming_reads_what_ended_since_the_last_time(
 
 
 def test_only_the_last_finished_jobs_keep_their_groups(database: Database) -> None:
+    """Also where the wall clock was set back meanwhile."""
     names = [f"job{n}" for n in range(4)]
     for number, name in enumerate(names):
         submit(database, job=name)
@@ -541,10 +543,10 @@ def test_only_the_last_finished_jobs_keep_their_groups(database: Database) -> No
     database.write(jobs.set_job_state, "bobs", "cancelled", "", 0.0)
 
     database.write(jobs.drop_old_groups, "alice", 1)
-    assert [name for name in [*names, "bobs"] if group_counts(database, name)] == ["job0", "job1", "bobs"]
-    assert database.read(jobs.recent_episodes, "alice", "job3", 9) == []
-    assert [row["step"] for row in database.read(version_rows.steps, "alice", "job3")] == [1]
-    assert [row.version for row in database.read(version_rows.versions, "alice", "job3-main")] == [0]
+    assert [name for name in [*names, "bobs"] if group_counts(database, name)] == ["job1", "job3", "bobs"]
+    assert database.read(jobs.recent_episodes, "alice", "job0", 9) == []
+    assert [row["step"] for row in database.read(version_rows.steps, "alice", "job0")] == [1]
+    assert [row.version for row in database.read(version_rows.versions, "alice", "job0-main")] == [0]
     database.write(jobs.drop_old_groups, "alice", 0)
     assert [name for name in [*names, "bobs"] if group_counts(database, name)] == ["job1", "bobs"], "job1 runs"
 
@@ -1881,3 +1883,48 @@ def test_kill_9_keeps_a_gapless_chain_and_trains_each_group_once(database: Datab
             consumed.setdefault(row.consumed_by, set()).add(row.id)
     assert acknowledged.items() <= consumed.items()
     assert len(consumed) == len(versions) > 5
+
+
+def sqlite_steps(database: Database, function: Callable[..., Any], *arguments: Any) -> int:
+    """The instructions of SQLite's machine that a call takes."""
+    taken: list[None] = []
+    with database.reading() as connection:
+        raw: Any = connection.connection.driver_connection
+        raw.set_progress_handler(lambda: taken.append(None), 1)
+        try:
+            function(connection, *arguments)
+        finally:
+            raw.set_progress_handler(None, 0)
+    return len(taken)
+
+
+def test_whether_an_artifact_is_named_costs_the_same_after_a_long_history(tmp_path: Path) -> None:
+    digest = manifest("shared").hash
+
+    def steps(history: int) -> int:
+        """After ``history`` jobs, versions and samplers of a tenant whose artifact was the same one."""
+        database = Database(f"sqlite:///{tmp_path}/{history}.db")
+        database.create()
+        database.write(tenants.create_tenant, "alice", "Alice", 0.0)
+        submit(database)
+        visit(database)
+        row = JobRow(id="", tenant="alice", name="", spec={}, created=0.0, state="cancelled", finished=1.0)
+        begun = {"tenant": "alice", "rank": 8, "alpha": 1.0, "targets": ["q"], "warm_start": digest}
+        version = models.VersionRow(
+            policy="job-main", version=0, tenant="alice", parent=None, manifest=manifest("shared"), hash=digest,
+            size=1, step=0, created=0.0, kept=False,
+        )  # fmt: skip
+        with database.writing() as connection:
+            for n in range(history):
+                job, sampler = replace(row, id=f"job-{n}"), sampler_row(f"sampler-{n}", digest=digest)
+                for one in (job, replace(version, version=n), replace(sampler, kept=False)):
+                    add(connection, one)
+                add(connection, PolicyRow(id=f"policy-{n}", job=job.id, name="main", **begun))
+        for n in range(history):
+            assert database.write(version_rows.unnamed_starts, f"job-{n}") == [digest]
+        assert not database.read(version_rows.is_live, digest)
+        found = sqlite_steps(database, version_rows.is_live, digest)
+        database.close()
+        return found
+
+    assert steps(400) <= steps(4) + 20

@@ -167,8 +167,18 @@ def _revision_0002(op: Operations) -> None:
     start_counting(op.get_bind())
 
 
+def _revision_0003(op: Operations) -> None:
+    ended = "job IN (SELECT id FROM jobs WHERE finished IS NOT NULL)"
+    op.execute(f"UPDATE policies SET warm_start = NULL WHERE head_version IS NOT NULL OR {ended}")
+    op.create_index("policies_by_start", "policies", ["warm_start"])
+    for name in ("versions", "samplers"):
+        op.drop_index(f"{name}_by_hash", name)
+        op.create_index(f"{name}_by_hash", name, ["hash", "kept"])
+
+
 REVISIONS: dict[str, Callable[[Operations], None]] = {
     "0002": _revision_0002,
+    "0003": _revision_0003,
 }
 """The change that leads to each later revision, in order."""
 

@@ -139,7 +139,7 @@ class JobRow(OwnedRow, kw_only=True):
 
 class PolicyRow(OwnedRow, kw_only=True):
     __tablename__ = "policies"
-    __table_args__ = (UniqueConstraint("job", "name"),)
+    __table_args__ = (UniqueConstraint("job", "name"), Index("policies_by_start", "warm_start"))
 
     id: Mapped[Id]
     job: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), default=None)
@@ -151,7 +151,8 @@ class PolicyRow(OwnedRow, kw_only=True):
     head_version: Mapped[int | None] = mapped_column(default=None)
     """The newest committed version that is intact; None before version 0."""
     warm_start: Mapped[str | None] = mapped_column(default=None)
-    """The hash of the adapter from which it begins, found at its job's submission; None for a new adapter."""
+    """The hash of the adapter from which it is to begin, found at its job's submission; None for a new adapter, and
+    once it has version 0 or its job has ended."""
     lease: Mapped[int] = mapped_column(default=0)
     """The epoch under which training operations may commit; 0 is never issued."""
 
@@ -159,7 +160,7 @@ class PolicyRow(OwnedRow, kw_only=True):
 class VersionRow(OwnedRow):
     __tablename__ = "versions"
     __table_args__ = (
-        Index("versions_by_hash", "hash"),
+        Index("versions_by_hash", "hash", "kept"),
         Index("versions_by_step", "policy", "step"),
         Index("versions_kept", "tenant", "kept", "policy", "version"),
     )
@@ -347,7 +348,7 @@ class SamplerRow(OwnedRow, kw_only=True):
     that its model published."""
 
     __tablename__ = "samplers"
-    __table_args__ = (Index("samplers_by_hash", "hash"), Index("samplers_by_session", "session"))
+    __table_args__ = (Index("samplers_by_hash", "hash", "kept"), Index("samplers_by_session", "session"))
 
     id: Mapped[Id]
     session: Mapped[OfSession]

@@ -122,7 +122,8 @@ def add_version(
     owner = _check_head(connection, job, policy, lease, parent)
     last = connection.execute(_LAST_VERSION, {"policy": policy}).scalar()
     version = 0 if last is None else last + 1
-    connection.execute(_CHANGE_POLICY, {"policy": policy, "head_version": version})
+    begun = {} if version else {"warm_start": None}
+    connection.execute(_CHANGE_POLICY, {"policy": policy, "head_version": version, **begun})
     row = VersionRow(
         policy=policy, version=version, tenant=owner.tenant, parent=parent, manifest=manifest, hash=manifest.hash,
         size=manifest.size, step=step, created=time, reward=reward,
@@ -272,9 +273,12 @@ def unnamed(connection: Connection, digest: str) -> str | None:
 
 
 def unnamed_starts(connection: Connection, job: str) -> list[str]:
-    """Of the adapters from which policies of a finished job were to begin, those that nothing names now."""
-    starts = rows(connection, PolicyRow, PolicyRow.head_version.is_(None), job=job)
-    return [policy.warm_start for policy in starts if policy.warm_start and not is_live(connection, policy.warm_start)]
+    """The policies of a finished job begin from no adapter any more. Returns those adapters from which they were to
+    begin that nothing names now."""
+    starts = [policy.warm_start for policy in rows(connection, PolicyRow, job=job) if policy.warm_start]
+    if starts:
+        connection.execute(update(PolicyRow).where(PolicyRow.job == job).values(warm_start=None))
+    return [digest for digest in starts if not is_live(connection, digest)]
 
 
 def names(connection: Connection, policy: str, digest: str) -> bool:
@@ -407,9 +411,10 @@ _NAMING: tuple[Select[Any], ...] = (
     select(SamplerRow.hash).where(SamplerRow.kept.is_(True)),
     select(PolicyRow.warm_start.label("hash"))
     .join(JobRow, JobRow.id == PolicyRow.job)
-    .where(PolicyRow.warm_start.is_not(None), PolicyRow.head_version.is_(None), JobRow.finished.is_(None)),
+    .where(PolicyRow.warm_start.is_not(None), JobRow.finished.is_(None)),
 )
-"""The hashes of the artifacts that must be kept."""
+"""The hashes of the artifacts that must be kept. Each has an index of all of its conditions on the table with the hash,
+so that a look-up costs the same however many rows had the hash before: equal content of all tenants is one artifact."""
 
 
 def is_live(connection: Connection, digest: str) -> bool:
