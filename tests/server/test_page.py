@@ -9,6 +9,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import Response
+from starlette.requests import HTTPConnection
 from tests.support.faces import job, served
 
 from rookery.client import Client
@@ -217,6 +219,11 @@ def test_cookies_and_links_expire_and_are_not_interchangeable() -> None:
     clock = SetClock()
     signins, others = SignIns(clock, b"one"), SignIns(clock, b"two")
     assert signins.cookie != others.cookie
+    response = Response()
+    signins.set_cookie(response, "a" * 64, secure=True)
+    cookie = response.headers["set-cookie"].partition(";")[0].encode()
+    request = HTTPConnection({"type": "http", "method": "GET", "headers": [(b"cookie", cookie)]})
+    assert signins.key_of(request) == ("a" * 64, clock.now + COOKIE_SECONDS), "what it opens ends then"
     link = signins.link("a" * 64)
     with pytest.raises(Exception, match="older than a minute"):
         others.redeem(link)

@@ -395,10 +395,14 @@ def test_revoked_key_is_refused_and_other_keys_still_work(town: Town) -> None:
     assert town.admin.get("/api/v1/tenants").status_code == 200
 
 
-def test_a_revoked_key_ends_its_open_connections_and_no_other(town: Town) -> None:
-    """A stream, a host that was welcomed, and one that has said nothing yet."""
+@pytest.mark.parametrize("lifetime", [None, 10.0], ids=["revoked", "expired"])
+def test_a_key_that_ends_cuts_its_open_connections_and_no_other(town: Town, lifetime: float | None) -> None:
+    """A stream, a host that was welcomed, and one that has sent nothing yet."""
     path, socket_url = f"/api/v1/tenants/{town.tenant}/keys", f"{town.service.url.replace('http', 'ws', 1)}/wire/host"
-    keys = {label: town.admin.post(path, json={"label": label}).json()["key"] for label in ("stolen", "own")}
+    ends = f"stolen {lifetime}"
+    made = ({"label": ends, "lifetime_seconds": lifetime}, {"label": "own", "lifetime_seconds": 1e6})
+    stolen, own = (town.admin.post(path, json=about).json()["key"] for about in made)
+    keys = {"stolen": stolen, "own": own}
     with ExitStack() as opened:
         lines, hosts, silent = {}, {}, {}
         for label, key in keys.items():
@@ -412,8 +416,9 @@ def test_a_revoked_key_ends_its_open_connections_and_no_other(town: Town) -> Non
             )
             hosts[label].send(host_hello())
             hosts[label].recv(timeout=PATIENCE)
-        (row,) = [row for row in town.admin.get(path).json() if row["label"] == "stolen"]
-        town.admin.delete(f"{path}/{row['id']}").raise_for_status()
+        (row,) = [row for row in town.admin.get(path).json() if row["label"] == ends]
+        if lifetime is None:
+            town.admin.delete(f"{path}/{row['id']}").raise_for_status()
         with pytest.raises(httpx.TransportError):
             deque(lines["stolen"], 0)
         for socket in (hosts["stolen"], silent["stolen"]):

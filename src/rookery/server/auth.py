@@ -8,6 +8,7 @@ run a plain function in a thread for every request.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_origin
 from weakref import WeakValueDictionary
 
 from cachetools import LRUCache, TTLCache
@@ -259,6 +260,8 @@ class Caller:
     id: str
     role: KeyRole
     key: str
+    ends: float = math.inf
+    """When the key expires, or the browser's sign-in, Unix seconds: what it opened ends then."""
 
 
 async def service_context(connection: HTTPConnection) -> ServiceContext:
@@ -276,7 +279,10 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
     missing and for a wrong key, :class:`Forbidden` for a key of another role, :class:`TooManyRequests`."""
     caller: Caller | None = getattr(connection.state, "caller", None)
     service = await service_context(connection)
-    if caller is None and (key := _key_hash(connection) or service.signins.key_of(connection)):
+    key, ends = _key_hash(connection), math.inf
+    if caller is None and not key:
+        key, ends = service.signins.key_of(connection)
+    if caller is None and key:
         address = address_of(connection)
         async with _looked_up(service, address, key):
             row = await service.keys.find(key)
@@ -286,7 +292,8 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
                 )
             if row is None:
                 raise Unauthorized(refusal_of(await service.keys.stored(key)))
-        caller = await admit(service, connection, Caller(row.tenant, row.role, key))
+        ends = min(ends, math.inf if row.expires is None else row.expires)
+        caller = await admit(service, connection, Caller(row.tenant, row.role, key, ends))
     if caller is None:
         raise Unauthorized("no API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
     if caller.role not in roles:
@@ -313,7 +320,7 @@ async def admit(service: ServiceContext, connection: HTTPConnection, caller: Cal
     connection.state.caller = caller
     TENANT.set(caller.id)
     if (slot := getattr(connection.state, "slot", None)) is not None:
-        service.connections.opened(slot, caller.key)
+        service.connections.opened(slot, caller.key, caller.ends)
     is_request = connection.scope["type"] == "http"
     if is_request or caller.role in API:
         quotas = service.context.rooms.quotas
@@ -416,7 +423,8 @@ def _needed(dependant: Dependant) -> Iterator[Dependant]:
 class AuthenticatedRoute(APIRoute):
     """A route that needs an API key and checks it before it reads the body. FastAPI alone would read and parse a JSON
     body before any dependency, so a client without a key could make the service do that work. A parameter of the
-    address that the route does not have is refused: without a filter that is written wrong, a list has every row."""
+    address that the route does not have is refused, as is one that is given twice: without a filter that is written
+    wrong, or with the last of two, a list has other rows than those that were asked for."""
 
     strict = True
     """Whether other parameters of the address than the route's are refused."""
@@ -429,16 +437,28 @@ class AuthenticatedRoute(APIRoute):
         """The parameters of the address that the route has."""
         return [parameter.alias for needed in _needed(self.dependant) for parameter in needed.query_params]
 
+    def _single(self) -> frozenset[str]:
+        """Those among them that have one value."""
+        found = [parameter for needed in _needed(self.dependant) for parameter in needed.query_params]
+        return frozenset(one.alias for one in found if get_origin(one.field_info.annotation) is not list)
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle, body = super().get_route_handler(), self.body_field
         whole = any(body is param for param in self.dependant.body_params)  # not a field of the body
         validate = body.validate if body is not None and whole else None
+        single = self._single()
 
         async def handler(request: Request) -> Response:
             await self.authenticate(request)
             if unknown := request.query_params.keys() - self.parameters() if self.strict else ():
                 raise RequestValidationError(
                     [{"type": "extra_forbidden", "loc": ("query", name), "msg": ""} for name in sorted(unknown)]
+                )
+            given = Counter(name for name, _ in request.query_params.multi_items())
+            if twice := sorted(single & {name for name, count in given.items() if count > 1}):
+                line = "given twice; keep one of them"
+                raise RequestValidationError(
+                    [{"type": "value_error", "loc": ("query", name), "msg": line} for name in twice]
                 )
             try:
                 return await handle(BoundedRequest(request.scope, request.receive, validate))

@@ -5,19 +5,20 @@
   closed.
 * A connected worker or environment host is never closed for another connection and does not count for its address.
 * A WebSocket reads only small messages until its hello was accepted.
-* A key that is revoked ends the requests and WebSockets that it opened.
+* The requests and WebSockets that a key opened end when it is revoked or expires.
 * :data:`RESERVED_DESCRIPTORS` file descriptors stay free for workers, running jobs and the database.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import resource
 import ssl
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -29,6 +30,7 @@ from uvicorn.protocols.utils import get_remote_addr
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
+from rookery.clock import Clock
 from rookery.errors import shortage
 from rookery.network import source_of
 
@@ -48,6 +50,8 @@ HELLO_BYTES = 1 << 20
 ACCEPTED_AT_ONCE = 64
 """Connections taken from the listening socket before the first of them is counted; far fewer than the reserve."""
 
+EXPIRY_SECONDS = 1.0
+"""How often the connections are looked at whose keys expire."""
 
 PIECE_BYTES, TURN_SECONDS = 1024, 2e-3
 """Read from a WebSocket before the clock is looked at, and the time after which others get their turn. A small frame
@@ -117,6 +121,8 @@ class Slot:
         self.idle = True
         self.key = ""
         """The hash of the key that its last request brought."""
+        self.ends = math.inf
+        """When that key expires, Unix seconds."""
         self._spend: Callable[[float], None] | None = None
         self._late: Callable[[], float] | None = None
         self._uncharged = CONNECTION_SECONDS
@@ -161,6 +167,8 @@ class Connections:
         """WebSockets that are not welcomed yet, oldest first."""
         self._of_keys: dict[str, dict[Slot, None]] = {}
         """By the key of the last request."""
+        self._ending: dict[Slot, None] = {}
+        """Those whose key expires."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -186,17 +194,30 @@ class Connections:
             self._evict(self._sockets)
         self._sockets[slot] = None
 
-    def opened(self, slot: Slot, key: str) -> None:
-        """A request on the connection brought a valid key of this hash."""
-        if key != slot.key and slot.transport is not None:
-            self._forget_key(slot)
-            slot.key = key
-            self._of_keys.setdefault(key, {})[slot] = None
+    def opened(self, slot: Slot, key: str, ends: float = math.inf) -> None:
+        """A request on the connection brought a valid key of this hash, which expires at ``ends``."""
+        if slot.transport is None or (key, ends) == (slot.key, slot.ends):
+            return
+        self._forget_key(slot)
+        slot.key, slot.ends = key, ends
+        self._of_keys.setdefault(key, {})[slot] = None
+        if ends < math.inf:
+            self._ending[slot] = None
 
     def cut(self, key: str) -> None:
-        """The key is revoked: requests and WebSockets that it opened end. A connection that waits for its next request
-        stays, since a proxy may have it for others."""
-        for slot in [slot for slot in self._of_keys.get(key, ()) if not slot.idle or slot in self._sockets]:
+        """The key is revoked: requests and WebSockets that it opened end."""
+        self._cut(self._of_keys.get(key, ()))
+
+    async def watch(self, clock: Clock) -> None:
+        """As :meth:`cut` for each key that expires; until cancelled."""
+        while True:
+            self._cut(slot for slot in self._ending if slot.ends <= clock.time())
+            await clock.sleep(EXPIRY_SECONDS)
+
+    def _cut(self, slots: Iterable[Slot]) -> None:
+        """End the requests and WebSockets of these connections. One that waits for its next request stays, since a
+        proxy may have it for others."""
+        for slot in [slot for slot in slots if not slot.idle or slot in self._sockets]:
             transport = slot.transport
             self.release(slot)
             transport.abort()
@@ -231,6 +252,7 @@ class Connections:
             self._forget_key(slot)
 
     def _forget_key(self, slot: Slot) -> None:
+        self._ending.pop(slot, None)
         mine = self._of_keys.get(slot.key, {})
         mine.pop(slot, None)
         if not mine:

@@ -33,7 +33,7 @@ from typing import Any, Self, TypeVar
 import uvicorn
 
 from rookery import protocol
-from rookery.aio import LoopThread, cancel_all, close_within, first_of, on_end_signals, unless
+from rookery.aio import LoopThread, cancel_all, close_within, first_of, on_end_signals, restarting, unless
 from rookery.clock import RandomIds, SystemClock
 from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
@@ -321,6 +321,8 @@ class Service:
         self._serving = await self._serve(opened, build(context), listening, stop_seconds)
         self._claiming = asyncio.create_task(self._renew_claim(database), name="claim")
         opened.push_async_callback(cancel_all, self._claiming)
+        watch = asyncio.create_task(restarting(partial(connections.watch, clock), clock), name="expiry")
+        opened.push_async_callback(cancel_all, watch)
         opened.push_async_callback(cancel_all, asyncio.create_task(_renew_hold(artifacts, lease), name="holder"))
         opened.push_async_callback(cluster.stop)  # runs first, so that workers can send their results
         await cluster.start()

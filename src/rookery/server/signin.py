@@ -58,15 +58,15 @@ class SignIns:
     def delete_cookie(self, response: Response) -> None:
         response.delete_cookie(self.cookie, path="/", httponly=True, samesite="strict")
 
-    def key_of(self, connection: HTTPConnection) -> str:
-        """The hash of the key with which a request's browser signed in; empty for a connection that is no request,
-        without a valid cookie, and for one that another page may have sent."""
+    def key_of(self, connection: HTTPConnection) -> tuple[str, float]:
+        """The hash of the key with which a request's browser signed in, and when its cookie ends; an empty hash for a
+        connection that is no request, without a valid cookie, and for one that another page may have sent."""
         if connection.scope["type"] != "http" or not (value := connection.cookies.get(self.cookie)):
-            return ""
+            return "", 0.0
         if connection.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
-            return ""
+            return "", 0.0
         if connection.scope["method"] not in SAFE_METHODS and HEADER not in connection.headers:
-            return ""
+            return "", 0.0
         return self._verified("cookie", value)
 
     def link(self, key: str) -> str:
@@ -75,7 +75,7 @@ class SignIns:
 
     def redeem(self, link: str) -> str:
         """The hash of the key of a link, once. Raises :class:`Unauthorized`."""
-        key = self._verified("link", link)
+        key, _ = self._verified("link", link)
         if not key or link in self._used:
             raise Unauthorized("the link was used or is older than a minute; get another one: rookery open")
         self._used[link] = None
@@ -85,12 +85,13 @@ class SignIns:
         text = f"{key}.{int(self.clock.time() + seconds)}.{secrets.token_hex(8)}"
         return f"{text}.{self._code(purpose, text)}"
 
-    def _verified(self, purpose: str, value: str) -> str:
+    def _verified(self, purpose: str, value: str) -> tuple[str, float]:
+        """The key and the end of a valid cookie or link; an empty key for another text."""
         text, _, code = value.rpartition(".")
         if not hmac.compare_digest(code.encode(), self._code(purpose, text).encode()):
-            return ""
+            return "", 0.0
         key, end, _ = text.split(".")
-        return key if self.clock.time() < int(end) else ""
+        return key if self.clock.time() < int(end) else "", float(end)
 
     def _code(self, purpose: str, text: str) -> str:
         secret = self.link_secret if purpose == "link" else self.secret
