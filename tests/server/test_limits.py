@@ -8,6 +8,7 @@ import gc
 import inspect
 import io
 import json
+import math
 import pkgutil
 import random
 import re
@@ -78,6 +79,7 @@ from rookery.server.response_room import RESPONSE_BYTES, ResponseRoom
 from rookery.server.tinker import calls as tinker_calls
 from rookery.server.tinker import sessions as tinker_sessions
 from rookery.server.tinker.schemas import ModelInput
+from rookery.simulation.clock import VirtualClock, run
 from rookery.storage.db import Database
 from rookery.storage.models import KeyRow
 from rookery.storage.repositories import jobs
@@ -198,6 +200,80 @@ def size_of(value: Any) -> tuple[int, int]:
         return 0, 0
     inner = [size_of(item) for item in (value.values() if isinstance(value, dict) else value)]
     return max(1, len(inner)) + sum(items for items, _ in inner), 1 + max((depth for _, depth in inner), default=0)
+
+
+def paths_of(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """The path of each field in a value, and the JSON of the value with that field twice."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield (
+                f"{path}.{json.dumps(key)[1:-1]}".removeprefix("."),
+                f"{json.dumps(value)[:-1]}, {json.dumps(key)}: 0}}",
+            )
+            for found, text in paths_of(inner, f"{path}.{json.dumps(key)[1:-1]}"):
+                rest = {name: one for name, one in value.items() if name != key}
+                before = json.dumps(rest)[:-1] + (", " if rest else "")
+                yield found, f"{before}{json.dumps(key)}: {text}}}"
+    if isinstance(value, list):
+        for number, inner in enumerate(value):
+            for found, text in paths_of(inner, f"{path}.{number}"):
+                parts = [json.dumps(one) for one in value]
+                yield found, f"[{', '.join([*parts[:number], text, *parts[number + 1 :]])}]"
+
+
+@given(VALUES)
+def test_a_field_that_is_given_twice_is_named_wherever_it_is(value: Any) -> None:
+    for path, text in paths_of(value):
+        if "" in path.split("."):
+            continue
+        with pytest.raises(BodyRefused) as refused:
+            parse(text.encode(), 10_000, 64)
+        assert refused.value.detail == f"{path}: given twice; keep one of them"
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "body", "field"),
+    [
+        ("/v1/chat/completions", 400, '"messages": [], "model": "a", "model": "b"', "model"),
+        ("/v1/completions", 400, '"model": "a", "stream_options": {"x": 1, "x": 2}', "stream_options.x"),
+        ("/v1/responses", 400, '"input": "a", "input": "b"', "input"),
+        ("/v1/fine_tuning/jobs", 400, '"model": "a", "seed": 1, "seed": 2', "seed"),
+        ("/tinker/api/v1/create_session", 400, '"tags": [], "tags": ["a"]', "tags"),
+        ("/tinker/api/v1/asample", 400, '"num_samples": 1, "num_samples": 2', "num_samples"),
+        ("/tinker/oai/api/v1/completions", 400, '"model": "a", "model": "b"', "model"),
+        ("/api/v1/sample", 422, '"prompt": "a", "prompt": "b"', "prompt"),
+        ("/api/v1/jobs", 422, '"name": "a", "name": "b"', "name"),
+        ("/api/v1/tenants", 422, '"name": "a", "name": "b"', "name"),
+    ],
+)
+def test_every_door_refuses_a_body_with_a_field_twice(
+    service: EmbeddedService, path: str, status: int, body: str, field: str
+) -> None:
+    with httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60) as client:
+        for padding in ("", f', "padding": "{"x" * INLINE_BYTES}"'):  # and parsed in a thread
+            headers = {"Content-Type": "application/json"}
+            response = client.post(path, content=f"{{{body}{padding}}}".encode(), headers=headers)
+            assert response.status_code == status, response.text
+            assert f"{field}: given twice; keep one of them" in response.text
+
+
+@pytest.mark.parametrize(
+    ("address", "status", "name"),
+    [
+        ("/api/v1/jobs?limit=1&limit=2", 422, "limit"),
+        ("/api/v1/runs?text=a&text=b", 422, "text"),
+        ("/v1/files?limit=1&limit=2", 400, "limit"),
+        ("/api/v1/runs?state=running&state=failed&id=a&id=b", 200, ""),
+        ("/v1/files?include[]=a&include[]=b", 200, ""),
+    ],
+)
+def test_a_parameter_that_is_given_twice_is_named(
+    service: EmbeddedService, address: str, status: int, name: str
+) -> None:
+    with httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60) as client:
+        response = client.get(address)
+        assert response.status_code == status, response.text
+        assert not name or f"{name}: given twice; keep one of them" in response.text
 
 
 @given(VALUES)
@@ -975,6 +1051,44 @@ class Wire(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return False
+
+
+def test_what_keys_opened_ends_when_they_expire() -> None:
+    """Requests and WebSockets; a connection that waits for its next request stays."""
+    aborted = list[str]()
+
+    class Named(Wire):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self._name = name
+
+        def abort(self) -> None:
+            aborted.append(self._name)
+
+    async def watched() -> list[list[str]]:
+        connections, clock, found = Connections(20, Counter()), VirtualClock(), list[list[str]]()
+        for name, key, seconds in [
+            ("brief", "a", 10.0), ("brief too", "a", 10.0), ("socket", "a", 10.0), ("idle", "a", 10.0),
+            ("renewed", "a", 10.0), ("signed in", "b", 20.0), ("the key itself", "b", math.inf),
+        ]:  # fmt: skip
+            slot = connections.admit(Named(name), name)
+            assert slot is not None
+            slot.idle = name in ("idle", "socket")
+            if name == "socket":
+                connections.upgraded(slot)
+            connections.opened(slot, key, clock.time() + seconds)
+            if name == "renewed":  # the next request on it had a longer one
+                connections.opened(slot, "c", clock.time() + 100.0)
+        watching = asyncio.create_task(connections.watch(clock))
+        for seconds in (9.0, 3.0, 10.0):
+            await clock.sleep(seconds)
+            found.append(sorted(aborted))
+        watching.cancel()
+        assert len(connections) == 3
+        return found
+
+    brief = ["brief", "brief too", "socket"]
+    assert run(watched()) == [[], brief, sorted([*brief, "signed in"])]
 
 
 async def test_a_socket_whose_tenant_is_late_is_not_read() -> None:

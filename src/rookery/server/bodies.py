@@ -4,6 +4,8 @@
   status 413. Uploads of workers with a ticket have no limit here; they are written to the disk in chunks.
 * JSON is measured before it is parsed: a body with more items than :data:`JSON_ITEMS` gets 413, one nested deeper than
   ``JSON_DEPTH`` 422. The measuring functions run at the speed of a memory copy.
+* A body in which an object has a field twice gets 422 (400 of the OpenAI and Tinker APIs) with the field's path:
+  readers differ about its value, so a gateway may have checked another one than the service would use.
 * A body above :data:`INLINE_BYTES` is measured, parsed and validated in a thread, one at a time of a tenant.
 """
 
@@ -90,6 +92,7 @@ DIGITS = 100
 """Digits of one number: converting a longer integer takes a time that grows with their square."""
 
 _OUTSIDE = bytes(set(range(256)) - set(b"[]{}"))
+_NESTED = frozenset({dict, list})
 _ZEROS = bytes(48 if 48 <= byte <= 57 else byte for byte in range(256))
 """Translates every digit to 0."""
 
@@ -374,10 +377,10 @@ async def off_loop(threads: Writer, size: int, work: Callable[[], T]) -> T:
     return work() if size <= INLINE_BYTES else await threads(work)
 
 
-def measure(body: bytes, items: int, depth: int, digits: int = DIGITS, name: str = "the body") -> None:
-    """Raises :class:`BodyRefused` as :func:`parse` does, with the ``name`` of the JSON. It looks at a piece at a time:
-    each is a matter of a millisecond, between which other threads have their turn."""
-    at, within, quotes, opened, closed, level, last = 0, 0, 0, 0, 0, 0, b""
+def measure(body: bytes, items: int, depth: int, digits: int = DIGITS, name: str = "the body") -> int:
+    """The number of fields in all objects of the JSON ``name``. Raises :class:`BodyRefused` as :func:`parse` does. It
+    looks at a piece at a time: each is a matter of a millisecond, between which other threads have their turn."""
+    at, within, quotes, fields, opened, closed, level, last = 0, 0, 0, 0, 0, 0, 0, b""
     while at < len(body):
         piece = body[at : at + MEASURED_BYTES]
         escapes = len(piece) - len(piece.rstrip(b"\\"))
@@ -389,6 +392,7 @@ def measure(body: bytes, items: int, depth: int, digits: int = DIGITS, name: str
             raise BodyRefused(413, f"{name} has more than {items} items; send fewer in a request")
         bare = b"".join(piece.split(b'"')[within::2])
         within = (within + ends) % 2
+        fields += bare.count(b":")
         opened += bare.count(b",") + bare.count(b"[") + bare.count(b"{")
         closed += bare.count(b"]") + bare.count(b"}")
         if max(opened, closed) > items:
@@ -401,16 +405,38 @@ def measure(body: bytes, items: int, depth: int, digits: int = DIGITS, name: str
             level += 1 if bracket in b"[{" else -1
             if level > depth:
                 raise BodyRefused(422, f"{name} is nested more than {depth} deep; give a flatter one")
+    return fields
+
+
+def has_fields(value: Any, count: int) -> bool:
+    """Whether the objects in a JSON value have ``count`` fields together, and not fewer: the last of two of one name
+    takes the place of the first. It ends with the last field that it looks for, and so reads few lists that begin with
+    a number or a text."""
+    nested, flat = [value] if type(value) in _NESTED else [], list[Any]()
+    while count and (nested or flat):
+        inner = nested.pop() if nested else flat.pop()
+        if type(inner) is dict:
+            count -= len(inner)
+            inner = inner.values()
+        if not _NESTED.isdisjoint(map(type, inner)):
+            for one in inner:
+                if type(one) is dict:
+                    nested.append(one)
+                elif type(one) is list and one:
+                    (nested if type(one[0]) in _NESTED else flat).append(one)
+    return not count
 
 
 def parse(body: bytes, items: int, depth: int, decode: Callable[[bytes], Any] = msgspec.json.decode) -> Any:
     """The JSON value in ``body``, which has at most ``items`` commas and brackets, nested at most ``depth`` deep, and
-    numbers of at most :data:`DIGITS` digits, as ``decode`` reads it. A byte order mark, with which programs of
-    Windows begin a file, means nothing. Raises as :func:`read_json` does."""
+    numbers of at most :data:`DIGITS` digits, as ``decode`` reads it. No object has a field twice. A byte order mark,
+    with which programs of Windows begin a file, means nothing. Raises as :func:`read_json` does."""
     body = body.removeprefix(BOM_UTF8)
-    measure(body, items, depth)
+    fields, problem = measure(body, items, depth), "a field is given twice"
     try:
-        return decode(body)
+        value = decode(body)
+        if has_fields(value, fields):
+            return value
     except (msgspec.MsgspecError, ValueError) as error:
         problem = str(error)
     try:

@@ -39,7 +39,7 @@ from rookery.controller.sessions.operations import (
     SaveState,
 )
 from rookery.errors import UserError, short
-from rookery.server.bodies import off_loop, read_json
+from rookery.server.bodies import BodyRefused, off_loop, read_json
 from rookery.server.responses import first_problem, named_steps
 from rookery.spec.parsing import MAX_PROBLEMS
 from rookery.spec.policy import Temperature
@@ -92,12 +92,16 @@ class TinkerRequest(GivenModel):
 
 
 async def read_body(request: Request) -> tuple[Any, int]:
-    """The JSON value that a request has, and its bytes. Raises :class:`UserError`, or
-    :class:`~rookery.server.bodies.BodyRefused`."""
+    """The JSON value that a request has, and its bytes. Raises :class:`UserError` for one that cannot be read, also
+    because an object has a field twice, and :class:`BodyRefused` for one that is too large."""
     try:
         return await read_json(request), len(await request.body())
     except JSONDecodeError as error:
         raise UserError(f"body: {error.msg}") from None
+    except BodyRefused as refused:
+        if refused.status_code != 422:
+            raise
+        raise UserError(refused.detail) from None
 
 
 def mistake_of(error: ValidationError, given: Any) -> str:
