@@ -140,14 +140,23 @@ def test_deleting_and_sweeping(tmp_path: Path) -> None:
         artifacts.open(kept.hash)
 
 
-def test_orphan_whose_mark_was_lost_in_a_power_cut_is_marked_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", ["its own", "the time"])
+def test_orphan_whose_mark_was_lost_in_a_power_cut_is_marked_again(tmp_path: Path, lost: str) -> None:
     artifacts, day = Artifacts(tmp_path), 86400.0
     with artifacts.begin() as staging:
         staging.write("x", [b"1"])
         digest = staging.commit().hash
-    assert artifacts.prune(set(), 0.0, day) == []
-    (tmp_path / ".orphans" / digest).write_bytes(b"")
-    assert [artifacts.prune(set(), number * day, day) for number in (2, 3)] == [[], [digest]]
+    assert Artifacts(tmp_path).prune(set(), day) == []
+    artifacts.prune(set(), day)
+    artifacts.ran(day / 2)
+    (tmp_path / ".orphans" / digest).write_text(str(1.7e9 if lost == "the time" else ""))
+    artifacts.ran(day / 4)
+    if lost == "the time":
+        (tmp_path / ".orphans" / "ran").write_bytes(b"")
+    for seconds in (day / 2, day / 2):
+        assert artifacts.prune(set(), day) == []
+        artifacts.ran(seconds)
+    assert artifacts.prune(set(), day) == [digest]
 
 
 def test_the_same_content_from_many_threads_is_one_artifact(tmp_path: Path) -> None:

@@ -366,24 +366,45 @@ def test_an_artifact_that_a_database_forgot_for_a_moment_stays(tmp_path: Path) -
     artifacts = open_artifacts(Place(), tmp_path, owner_of())
     old, new = store(artifacts, {"a": b"old"}).hash, store(artifacts, {"a": b"new"}).hash
     day = 86400.0
-    assert artifacts.prune({old}, now=100.0, keep=day) == []
-    assert artifacts.prune({old, new}, now=200.0, keep=day) == []  # the right database
-    assert artifacts.prune({old}, now=100.0 + day, keep=day) == []  # the wrong one again: it is forgotten anew
-    assert artifacts.prune({old}, now=99.0 + 2 * day, keep=day) == []
+
+    def pruned(live: set[str], ran: float) -> list[str]:
+        """By a start, after which the service runs for a time."""
+        service = open_artifacts(Place(), tmp_path, owner_of())
+        deleted = service.prune(live, day)
+        service.ran(ran)
+        return deleted
+
+    assert pruned({old}, day) == []
+    assert pruned({old, new}, day) == []  # the right database
+    assert pruned({old}, day - 1.0) == []  # the wrong one again: its time begins again
+    assert pruned({old}, 2.0) == []
     assert artifacts.hashes() == {old, new}
-    assert artifacts.prune({old}, now=101.0 + 2 * day, keep=day) == [new]
-    assert artifacts.prune({old}, now=200.0 + 2 * day, keep=day) == []
+    assert pruned({old}, 0.0) == [new]
+    assert pruned({old}, 0.0) == []
     assert artifacts.hashes() == {old}
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_wall_clock_that_is_set_deletes_no_artifact(tmp_path: Path, remote: bool) -> None:
+    """Days of it pass between the starts, in which no service runs."""
+    artifacts: Artifacts = Artifacts(tmp_path)
+    if remote:
+        artifacts = ObjectArtifacts(MemoryStore(), "memory:///", tmp_path)
+        artifacts.claim(owner_of())
+    digest = store(artifacts, {"a": b"a"}).hash
+    for _ in range(10):
+        assert artifacts.prune([], keep=10.0) == []
+    assert artifacts.hashes() == {digest}
 
 
 def test_orphans_in_an_object_store_wait_as_well(tmp_path: Path) -> None:
     artifacts = ObjectArtifacts(MemoryStore(), "memory:///", tmp_path)
     artifacts.claim(owner_of())
     digest = store(artifacts, {"a": b"a"}).hash
-    assert artifacts.prune([], now=0.0, keep=10.0) == []
-    assert artifacts.prune([digest], now=5.0, keep=10.0) == []
-    assert artifacts.prune([], now=15.0, keep=10.0) == []
-    assert artifacts.prune([], now=25.0, keep=10.0) == [digest]
+    for live in ([], [digest], []):
+        assert artifacts.prune(live, keep=10.0) == []
+        artifacts.ran(10.0)
+    assert artifacts.prune([], keep=10.0) == [digest]
     assert artifacts.hashes() == set()
 
 

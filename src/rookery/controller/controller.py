@@ -203,13 +203,14 @@ class Controller:
         await store.write(jobs.fence)
         for key_hash in await store.read(tenants.worker_keys):  # workers may read before they have connected again
             self.reads.add(key_hash)
-        await context.rooms.collector.collect_all(context.clock.time(), self._orphan_keep_seconds)
+        await context.rooms.collector.collect_all(self._orphan_keep_seconds)
         await context.rooms.usage.start()
         await context.rooms.quotas.start()
         rooms, watch_models = context.rooms, partial(context.rooms.models.watch, self._models_in_use)
         for watch in (rooms.fleet.watch, rooms.rollouts.watch, rooms.seeding.watch, rooms.hosts.watch,
                       self.sessions.watch, self.sessions.watch_lifetimes, rooms.usage.watch, self._watch_jobs,
-                      watch_models, self._stored_spans.watch):  # fmt: skip
+                      watch_models, self._stored_spans.watch,
+                      partial(rooms.collector.count_time, context.clock)):  # fmt: skip
             self._tasks.append(asyncio.create_task(restarting(watch, context.clock)))
         if self.plan is not None:
             self._tasks.append(asyncio.create_task(restarting(self.plan.watch, context.clock)))

@@ -9,17 +9,20 @@ store (:mod:`rookery.storage.object_artifacts`) have the same methods.
 * Permissions are not decided here: a hash is a name, not a permission (the database knows the owners).
 * Every failure has the meaning that :mod:`rookery.storage.place` gives it: what is absent is never called corrupt.
 * An artifact that the database does not name is deleted only when it was found so for some time: a database that is
-  older than the artifacts for a moment, as a wrong copy of it, loses nothing.
+  older than the artifacts for a moment, as a wrong copy of it, loses nothing. That time is the one for which services
+  ran here (:meth:`Artifacts.ran`): a wall clock that is set loses nothing either.
 
 Layout: ``<root>/<hash>/{manifest.json, shards…}``; ``<root>/owner``, the owner's mark; ``<root>/holder``, the service
-that uses it; ``<root>/.staging/<random>/`` while being written; ``<root>/.orphans/<hash>``, the time at which nothing
-named the artifact for the first time.
+that uses it; ``<root>/.staging/<random>/`` while being written; ``<root>/.orphans/ran``, the seconds for which services
+ran here while there were artifacts without a name; ``<root>/.orphans/<hash>``, those when nothing named the artifact
+for the first time.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
 import re
 import secrets
@@ -87,6 +90,9 @@ HOLDER_BYTES = 4096
 NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 """Error numbers of a file system that writes no folder to its disk on request."""
 
+RAN = "ran"
+"""Among the marks of orphans: for how many seconds services ran."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -114,6 +120,8 @@ class Artifacts:
         self._lease: Lease | None = None
         """That of the service here; None before :meth:`hold`, and for a command that only reads."""
         self._holding = threading.Lock()
+        self._ran: float | None = None
+        """The seconds for which services ran, where there are marked orphans."""
         if make:
             self._make()
 
@@ -376,38 +384,47 @@ class Artifacts:
                 shutil.rmtree(leftover)
             return len(leftovers)
 
-    def prune(self, live: Collection[str], now: float = 0.0, keep: float = 0.0) -> list[str]:
+    def prune(self, live: Collection[str], keep: float = 0.0) -> list[str]:
         """Delete every artifact that is not in ``live`` (:func:`~rookery.storage.repositories.versions.live_hashes`)
-        and was not in the ``keep`` seconds before ``now``. Only at start: what is written now is not named yet. Returns
-        the hashes of the deleted ones."""
+        and was not while services ran for ``keep`` seconds. Only at start: what is written now is not named yet.
+        Returns the hashes of the deleted ones."""
         found, marks = self.hashes(), self._orphan_marks()
+        ran = marks.pop(RAN, 0.0)
         for hash in marks.keys() - found.difference(live):
             self._unmark_orphan(hash)
         dead = sorted(found.difference(live))
+        old = [hash for hash in dead if not keep or ran - marks.get(hash, ran) >= keep]
         for hash in dead:
-            if keep and hash not in marks:
-                self._mark_orphan(hash, now)
-        old = [hash for hash in dead if not keep or now - marks.get(hash, now) >= keep]
+            if hash not in old and marks.get(hash, math.inf) > ran:  # a mark from later: what counts the time was lost
+                self._mark_orphan(hash, ran)
         for hash in old:
             self.delete(hash)
             if hash in marks:
                 self._unmark_orphan(hash)
+        self._ran = ran if len(old) < len(dead) else None
         return old
 
+    def ran(self, seconds: float) -> None:
+        """The service has run for so many more seconds since :meth:`prune`."""
+        if self._ran is not None:
+            self._mark_orphan(RAN, self._ran + seconds)
+            self._ran += seconds
+
     def _orphan_marks(self) -> dict[str, float]:
-        """The time at which each orphan was first found, by its hash; none where it cannot be read."""
+        """For how long services had run when each orphan was first found, by its hash, and until now, as :data:`RAN`;
+        none where it cannot be read."""
         with understood(self.check):
             paths = list(self._orphans.iterdir()) if self._orphans.is_dir() else []
-            return times_of({path.name: path.read_bytes() for path in paths if _HASH.fullmatch(path.name)})
+            return seconds_of({path.name: path.read_bytes() for path in paths})
 
-    def _mark_orphan(self, hash: str, now: float) -> None:
+    def _mark_orphan(self, name: str, ran: float) -> None:
         with understood(self.check):
             self._orphans.mkdir(mode=0o700, exist_ok=True)
-            (self._orphans / hash).write_text(str(now), encoding="ascii")
+            (self._orphans / name).write_text(str(ran), encoding="ascii")
 
-    def _unmark_orphan(self, hash: str) -> None:
+    def _unmark_orphan(self, name: str) -> None:
         with understood(self.check):
-            (self._orphans / hash).unlink(missing_ok=True)
+            (self._orphans / name).unlink(missing_ok=True)
 
     def _folder(self, hash: str) -> Path:
         return self.root / check_hash(hash)
@@ -649,8 +666,8 @@ def _write_durably(path: Path, content: str) -> None:
         raise
 
 
-def times_of(marks: Mapping[str, bytes]) -> dict[str, float]:
-    """The times that were written before; none of a text that is no time, as after a power cut."""
+def seconds_of(marks: Mapping[str, bytes]) -> dict[str, float]:
+    """The seconds that were written before; none of a text that is no number, as after a power cut."""
     found = {}
     for name, content in marks.items():
         with suppress(ValueError):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
@@ -28,8 +28,17 @@ from typing import Any
 
 import msgspec
 
-from rookery.errors import CorruptArtifact, NotFound, Unavailable, UserError, installs, shortages
+from rookery.errors import (
+    CorruptArtifact,
+    NotFound,
+    Unavailable,
+    UnreadableArtifact,
+    UserError,
+    installs,
+    shortages,
+)
 from rookery.network import proxy_of
+from rookery.pace import Pace, TooSlow
 from rookery.protocol import Manifest, Shard
 from rookery.storage.artifacts import (
     MANIFEST,
@@ -39,7 +48,7 @@ from rookery.storage.artifacts import (
     check_hash,
     check_size,
     decode_manifest,
-    times_of,
+    seconds_of,
 )
 from rookery.storage.place import HOLDER, OWNER, Owner, admit, away, first_line, understood
 
@@ -77,7 +86,8 @@ SMALL_SECONDS, UPLOAD_SECONDS = 10, 300
 """Longest request about a mark, a manifest or a list, and for one part of a file, as on a slow line."""
 
 READ_SECONDS, FILE_SECONDS = 30, 86400
-"""Longest silence while a file is read, and the longest time that it may take in all."""
+"""Longest silence while a file is read, and the longest time that it may take in all. Within, it is read at a pace
+(:class:`~rookery.pace.Pace`)."""
 
 _STATUS = re.compile(r"status code: ([1-5]\d\d)\b|redirect without LOCATION")
 
@@ -122,11 +132,14 @@ class ObjectArtifacts(Artifacts):
         spool: Path,
         reads: ObjectStore | None = None,
         uploads: ObjectStore | None = None,
+        read_seconds: float = READ_SECONDS,
     ) -> None:
-        """``reads`` and ``uploads`` reach the same store for the content of files, which takes longer."""
+        """``reads`` and ``uploads`` reach the same store for the content of files, which takes longer; a reader waits
+        ``read_seconds`` for a few bytes."""
         super().__init__(spool)
         self._store = store
         self._reads, self._uploads = reads or store, uploads or store
+        self._read_seconds = read_seconds
         self._url = url
 
     @classmethod
@@ -254,7 +267,7 @@ class ObjectArtifacts(Artifacts):
                 yield iter(())
                 return
             found = obstore.get(self._reads, f"{check_hash(hash)}/{shard.name}", options={"range": (start, shard.size)})
-            yield map(bytes, found.stream(min_chunk_size=READ_BYTES))
+            yield _pieces(Pace(self._read_seconds).blocks(map(bytes, found.stream(min_chunk_size=1))))
 
     def path(self, hash: str, shard: str) -> Path:
         """A local path of one file: of a copy that stays until the artifact is deleted or the service starts again.
@@ -312,15 +325,15 @@ class ObjectArtifacts(Artifacts):
         with self._errors(""):
             paths = [found["path"] for part in obstore.list(self._store, ORPHANS) for found in part]
             names = {path.rpartition("/")[2]: path for path in paths}
-            return times_of({name: bytes(obstore.get(self._store, path).bytes()) for name, path in names.items()})
+            return seconds_of({name: bytes(obstore.get(self._store, path).bytes()) for name, path in names.items()})
 
-    def _mark_orphan(self, hash: str, now: float) -> None:
-        with self._errors(hash):
-            obstore.put(self._store, f"{ORPHANS}/{hash}", str(now).encode())
+    def _mark_orphan(self, name: str, ran: float) -> None:
+        with self._errors(name):
+            obstore.put(self._store, f"{ORPHANS}/{name}", str(ran).encode())
 
-    def _unmark_orphan(self, hash: str) -> None:
-        with self._errors(hash):
-            obstore.delete(self._store, f"{ORPHANS}/{hash}")
+    def _unmark_orphan(self, name: str) -> None:
+        with self._errors(name):
+            obstore.delete(self._store, f"{ORPHANS}/{name}")
 
     def publish(self, folder: Path, manifest: Manifest) -> None:
         self.check()
@@ -354,6 +367,21 @@ class ObjectArtifacts(Artifacts):
     def _errors(self, hash: str) -> Iterator[None]:
         with understood(self.check, (BaseError,), absent=f"no artifact {hash}"):
             yield
+
+
+def _pieces(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in pieces of :data:`READ_BYTES` or a little more. Raises :class:`Unavailable`."""
+    piece = bytearray()
+    try:
+        for block in blocks:
+            piece += block
+            if len(piece) >= READ_BYTES:
+                yield bytes(piece)
+                piece.clear()
+    except TooSlow as error:
+        raise UnreadableArtifact("the artifacts do not answer", str(error)) from None
+    if piece:
+        yield bytes(piece)
 
 
 def _status(error: Exception) -> int:

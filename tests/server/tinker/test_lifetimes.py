@@ -169,6 +169,40 @@ async def test_idle_time_of_samplers_is_that_in_which_their_clients_could_use_th
     assert digest not in service.artifacts.hashes()
 
 
+@pytest.mark.parametrize("jump", [1.5 * HOUR, 400 * 24 * HOUR])
+async def test_a_wall_clock_that_is_set_ahead_deletes_nothing_that_is_new(service: Service, jump: float) -> None:
+    """A checkpoint with a lifetime, results, a session whose client has not called since a restart, and the state of a
+    finished one; later they are deleted."""
+    silent = await Client(service).begin()
+    await restart(service)
+    service.clock.now += 11 * HOUR
+    await silent.sessions.sweep()
+    visitor, over = await Client(service).begin(), await Client(service, "bob").begin()
+    await over.gradient()
+    await over.step()
+    await over.sessions.finish("bob", over.session, "success")
+    saved = await visitor.save("brief", 1.2 * HOUR)
+    sampled = await visitor.sample(await visitor.sampler(None), 0)
+    await eventually(lambda: len(visitor.sessions.futures) == 0)
+
+    async def found() -> tuple[int, int, bool, int]:
+        await visitor.sessions.sweep()
+        results = await visitor.store.read(sessions.stored_futures, [sampled])
+        kept = await visitor.store.read(sessions.list_checkpoints, "alice")
+        ended = (await visitor.store.read(sessions.get_session, "alice", silent.session)).finished is not None
+        return len(results), len([row for row in kept if row.path == saved]), ended, len(service.artifacts.hashes())
+
+    before = await found()
+    assert before == (1, 1, False, before[3])
+    service.clock.ahead += jump
+    assert await found() == before
+    service.clock.now += 0.5 * HOUR
+    assert await found() == before
+    service.clock.now += 1.5 * HOUR
+    assert (await found())[:2] == (0, 0)
+    assert (await found())[3] < before[3]
+
+
 @pytest.mark.parametrize("optimizer", [False, True])
 async def test_checkpoint_stays_while_it_is_loaded(
     service: Service, optimizer: bool, monkeypatch: pytest.MonkeyPatch

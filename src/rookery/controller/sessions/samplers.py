@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from rookery import protocol
 from rookery.aio import TaskGroup, cancel_all, in_portions
+from rookery.clock import SteadyTime
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.indexed import IndexedDict
 from rookery.controller.outages import storage_outage
@@ -51,10 +52,6 @@ CANCELLED = "cancelled by its client"
 
 USED_SECONDS = 60.0
 """A sampler's use is stored this often: far below the time after which an idle one is deleted."""
-
-CLOCK_JUMP_SECONDS = 60.0
-"""The clock of the stored times was set where it and the monotonic one differ by so much: a clock that is corrected
-little by little stays below for days."""
 
 
 def sampler_row(
@@ -105,6 +102,7 @@ class Samplers:
         quotas: Quotas,
         collector: ArtifactCollector,
         futures: Futures,
+        steady: SteadyTime,
         idle_seconds: float,
     ) -> None:
         self._services = services
@@ -116,8 +114,7 @@ class Samplers:
         self._futures = futures
         self._used: dict[str, float] = {}
         """Monotonic time at which each sampler's use was last stored."""
-        self._steady = (services.clock.time(), services.clock.monotonic())
-        """Since when, on both clocks, this process runs and the clock of the stored times goes as fast as time."""
+        self._steady = steady
         self._running: IndexedDict[str, _RunningSample] = IndexedDict(session=lambda sample: sample.row.session)
         self._requests: IndexedDict[str, _ScheduledRequest] = IndexedDict(session=lambda one: one.session)
         """The requests that the rollout scheduler has, by their ids."""
@@ -219,11 +216,7 @@ class Samplers:
         """Delete the weights of samplers without a name that were idle for ``idle_seconds`` in which a client could use
         them: not those in which the service did not run, or the machine slept."""
         services, sampling = self._services, {sample.row.id for sample in self._running.values()}
-        time, monotonic = services.clock.time(), services.clock.monotonic()
-        passed = monotonic - self._steady[1]
-        if abs(time - self._steady[0] - passed) > CLOCK_JUMP_SECONDS:
-            self._steady, passed = (time, monotonic), 0.0
-        if passed < self._idle_seconds:
+        if self._steady.seconds < self._idle_seconds:
             return
         for row in await services.store.read(idle_samplers, services.clock.time() - self._idle_seconds):
             if row.id not in sampling:

@@ -24,6 +24,7 @@ from itertools import takewhile
 from typing import Any
 from weakref import WeakValueDictionary
 
+from rookery.clock import SteadyTime
 from rookery.controller.context import ControllerContext
 from rookery.controller.indexed import IndexedDict
 from rookery.controller.sessions.futures import Future, FutureExpired, Futures, QueueStatus
@@ -81,10 +82,12 @@ class Sessions:
         self._validator = validator
         self.times = times
         self.futures = Futures(context, times.poll)
+        self._steady = SteadyTime(context.clock)
         rooms = context.rooms
         self.samplers = Samplers(
-            context, rooms.fleet, rooms.rollouts, rooms.quotas, rooms.collector, self.futures, times.sampler_idle
-        )
+            context, rooms.fleet, rooms.rollouts, rooms.quotas, rooms.collector, self.futures, self._steady,
+            times.sampler_idle,
+        )  # fmt: skip
         self._slots = slots
         self.runs: IndexedDict[str, TrainingRun] = IndexedDict(
             session=lambda run: run.row.session,
@@ -192,21 +195,22 @@ class Sessions:
 
     async def sweep(self) -> None:
         """Delete what has expired: results, checkpoints, weights of idle samplers, lost and finished sessions."""
-        context, store, times, now = self._context, self._context.store, self.times, self._time()
-        await self.futures.drop(now - times.result, times.fetched)
-        for row in await store.read(sessions.expired_checkpoints, now):
-            with work_of(row.tenant):
-                await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)
+        context, store, times, steady = self._context, self._context.store, self.times, self._steady
+        await self.futures.drop(steady.before(times.result), times.fetched)
+        for row in await store.read(sessions.expired_checkpoints, self._time()):
+            if row.expires is not None and steady.tells(row.expires - row.created):
+                with work_of(row.tenant):
+                    await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)
         await self.samplers.retire()
         limit = times.expire
-        for session in await store.read(sessions.silent_sessions, now - limit):
+        for session in await store.read(sessions.silent_sessions, steady.before(limit)):
             if context.clock.monotonic() - self._seen.get(session.id, -math.inf) > limit:
                 extra = {"tenant": session.tenant}
                 log.info("session %s is finished: no heartbeat for %.0f s", session.id, limit, extra=extra)
                 with work_of(session.tenant):
                     await self.finish(session.tenant, session.id, "lost")
         await self._unload_idle()
-        for id in await store.read(sessions.over_models, now - times.result):
+        for id in await store.read(sessions.over_models, steady.before(times.result)):
             if id not in self.runs:
                 await context.rooms.collector.delete_unnamed(sessions.end_model, id)
 

@@ -15,8 +15,8 @@ artifact (:meth:`ArtifactCollector._after_writes`).
 Rows disappear in :meth:`ArtifactCollector.delete_unnamed`; an artifact that is referenced then is deleted when its last
 reference ends, and one whose place does not answer then by :meth:`ArtifactCollector.delete_left`. An upload that no
 version came to name is deleted by :meth:`ArtifactCollector.drop`. At the start of the service
-:meth:`ArtifactCollector.collect_all` deletes what a crash left behind, once nothing has named it for
-:data:`ORPHAN_KEEP_SECONDS`: the database may be an older copy for a moment.
+:meth:`ArtifactCollector.collect_all` deletes what a crash left behind, once services have run for
+:data:`ORPHAN_KEEP_SECONDS` and nothing named it: the database may be an older copy for a moment.
 
 No transaction can come to name an artifact that is being deleted. Its bytes are deleted in a thread of transfers,
 which may wait for a network, after a transaction has found that no row names it. A row can come to name an artifact
@@ -39,6 +39,7 @@ from weakref import WeakValueDictionary
 
 from rookery import protocol
 from rookery.aio import BackgroundTasks
+from rookery.clock import Clock
 from rookery.controller.weights.store import WeightStore
 from rookery.errors import ArtifactsAway, DatabaseAway, StorageFull, Unavailable
 from rookery.storage.artifacts import Artifacts, Staging
@@ -50,8 +51,13 @@ log = logging.getLogger("rookery.controller.weights.gc")
 T = TypeVar("T")
 
 ORPHAN_KEEP_SECONDS = 86400.0
-"""An artifact that the database does not name when the service starts is deleted by a start that comes this much later,
-if nothing names it still: a service that was started once with an old copy of its database loses none."""
+"""An artifact that the database does not name when the service starts is deleted by a start after services have run for
+this much longer, if nothing names it still: a service that was started once with an old copy of its database loses
+none."""
+
+RUN_SECONDS = 600.0
+"""How often the time for which the service runs is stored: little of it is lost at a crash, and a day has 144 of
+these small writes, of which there are none where no artifact is without a name."""
 
 
 class ArtifactCollector:
@@ -229,13 +235,23 @@ class ArtifactCollector:
     def _delete_if_unnamed(self, digest: str) -> bool:
         return self._delete(digest, lambda: self._store.database.write(versions.unnamed, digest) is None)
 
-    async def collect_all(self, now: float, keep: float) -> None:
-        """Delete half-written uploads and every artifact that nothing has named for ``keep`` seconds before ``now``.
-        Only at start, before new uploads."""
+    async def collect_all(self, keep: float) -> None:
+        """Delete half-written uploads and every artifact that nothing has named while services ran for ``keep``
+        seconds. Only at start, before new uploads."""
         await self._store.transfer(self._artifacts.sweep)
         live = await self._store.read(versions.live_hashes)
-        for digest in await self._store.transfer(self._artifacts.prune, live, now, keep):
+        for digest in await self._store.transfer(self._artifacts.prune, live, keep):
             log.info("deleted artifact %s, which no commit names", digest)
+
+    async def count_time(self, clock: Clock) -> None:
+        """Store for how long the service runs, for the next :meth:`collect_all`; until cancelled."""
+        since = clock.monotonic()
+        while True:
+            await clock.sleep(RUN_SECONDS)
+            now = clock.monotonic()
+            with suppress(StorageFull, Unavailable, OSError):  # the next time has this one in it
+                await self._store.transfer(self._artifacts.ran, now - since)
+                since = now
 
     def _delete(self, digest: str, named: Callable[[], bool]) -> bool:
         """Whether the artifact was deleted: not while it is referenced or ``named()``. References are looked at

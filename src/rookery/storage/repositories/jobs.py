@@ -509,13 +509,15 @@ def trim_episodes(connection: Connection, job: str, keep: int) -> int:
 
 def drop_old_groups(connection: Connection, tenant: str, keep: int) -> bool:
     """Delete the groups, episodes, timelines and held-out answers of finished jobs of the tenant, but for the ``keep``
-    that finished last; of the newest :data:`JOBS_AT_ONCE` others. Returns whether these may have more, since
+    that finished last by the numbers of their events, whose order a wall clock that is set does not change; of the
+    newest :data:`JOBS_AT_ONCE` others. Returns whether these may have more, since
     :data:`~rookery.storage.columns.DELETED_AT_ONCE` rows were deleted or :data:`EVALUATIONS_AT_ONCE` evaluations
     emptied: neither a backlog nor a long job holds up others."""
     answered = exists().where(EvaluationRow.job == JobRow.id, EvaluationRow.kept.is_(True))
     full = or_(exists().where(GroupRow.job == JobRow.id), answered)
     ended = select(JobRow.id).where(JobRow.tenant == tenant, JobRow.finished.is_not(None), full)
-    old = connection.execute(ended.order_by(JobRow.finished.desc(), JobRow.id).offset(keep).limit(JOBS_AT_ONCE))
+    last = select(func.coalesce(func.max(EventRow.id), 0)).where(EventRow.job == JobRow.id).scalar_subquery()
+    old = connection.execute(ended.order_by(last.desc(), JobRow.id).offset(keep).limit(JOBS_AT_ONCE))
     jobs = old.scalars().all()
     connection.execute(delete(SpanRow).where(SpanRow.tenant == tenant, SpanRow.job.in_(jobs)))
     left = DELETED_AT_ONCE  # of rows by which the next call finds a job
