@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from rookery.tokenization.grammar import COMPACT
+from rookery.errors import UserError
+from rookery.tokenization.grammar import COMPACT, check_followed
 from rookery.tokenization.reply_schemas import forced_schema, schema_of
 
 ON = {"on": {"type": "boolean"}}
@@ -81,3 +82,20 @@ def test_tools_are_closed_each_by_itself() -> None:
     ]:
         matcher = LLMatcher(LLTokenizer("byte"), grammar)
         assert (matcher.consume_tokens(list(json.dumps(call).encode())) and matcher.is_accepting()) == fits, call
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"$ref": "#"}, "no reply can begin; a $ref may lead to itself alone"),
+        ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "no reply can begin"),
+        ({"enum": []}, "anyOf is empty"),
+        ({"type": "integer", "minimum": 5, "maximum": 2}, "minimum (5) is greater than maximum (2)"),
+    ],
+)
+def test_a_schema_that_no_reply_can_follow_is_refused_in_plain_words(schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_followed(json.dumps(schema))
+    line = str(refused.value)
+    assert line.startswith("the schema cannot be followed: ") and reason in line
+    assert "Extension" not in line and "<" not in line

@@ -280,6 +280,10 @@ def named_steps(loc: Sequence[int | str], given: Any, kind: str) -> list[str]:
     return steps
 
 
+_JSON = re.compile(r"application/(json|[^;]*\+json)\s*(;|$)")
+"""Beginning of a ``Content-Type`` with which a body is read as JSON."""
+
+
 def compression_of(request: Request) -> str:
     """Why a compressed body is refused; empty for one that is not compressed."""
     coding = request.headers.get("content-encoding", "").strip()
@@ -307,7 +311,7 @@ def problem(detail: Any, request: Request, body: Any) -> tuple[str, str]:
         if detail["type"] == "missing":
             return "", "the body is empty; send a JSON object"
         kind = request.headers.get("content-type", "")
-        if "json" not in kind:
+        if _JSON.match(kind.strip().lower()) is None:
             given = f"it has Content-Type {short(kind)}" if kind else "it has no Content-Type"
             return "", f"the body is not read as JSON: {given}; send it with Content-Type: application/json"
         return "", f"the body must be a JSON object ({detail['msg']})"

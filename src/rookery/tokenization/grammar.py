@@ -192,5 +192,12 @@ class ReplyGrammar:
         return LEXER_FAILED in self._matcher.get_error()
 
 
+STUCK = "NoExtensionBias"
+"""The library's error for a grammar in which no token may come next."""
+
+
 def _line(error: object) -> str:
-    return short(" ".join(str(error).split()))
+    text = str(error).replace("<non-verbose/>", "")
+    if text.startswith(STUCK):
+        return "no reply can begin; a $ref may lead to itself alone"
+    return short(" ".join(text.split()))
