@@ -21,6 +21,7 @@ import httpx
 from rookery import errors
 from rookery.lines import LineSplitter
 from rookery.network import client_tls, proxy_of, service_url
+from rookery.pace import Pace, TooSlow
 
 BUSY_TRIES, BUSY_SECONDS = 5, 2.0
 """A read that the service refuses, since the tenant asks too much of it, is sent so often in all, where the wait that
@@ -180,6 +181,7 @@ class HttpConnection:
                     self._raise_error(response)
                 if kind and response.headers.get("content-type", "") != kind:
                     raise self._foreign()
+                response.stream = Paced(response.stream, limit)
                 for chunk in response.iter_bytes():
                     file.write(chunk)
                 return response.headers
@@ -228,7 +230,9 @@ class HttpConnection:
     def _send(self, method: str, path: str, seconds: float, **request: Any) -> httpx.Response:
         for left in reversed(range(BUSY_TRIES)):
             try:
-                response = self._client().send(self._request(method, path, seconds, **request))
+                response = self._client().send(self._request(method, path, seconds, **request), stream=True)
+                response.stream = Paced(response.stream, seconds)
+                response.read()
             except (httpx.TransportError, httpx.InvalidURL) as error:
                 raise self._broken(error, seconds) from None
             wait = _seconds(response.headers.get("Retry-After", ""))
@@ -309,6 +313,22 @@ GATEWAY_ERRORS = (502, 504)
 def _seconds(text: str) -> float:
     """The value of ``Retry-After``; 1 for a date, or none."""
     return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else 1.0
+
+
+class Paced(httpx.SyncByteStream):
+    """The bytes of a response, which must come at a pace: a proxy may send one now and then."""
+
+    def __init__(self, stream: Any, seconds: float) -> None:
+        self._stream, self._seconds = stream, seconds
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            yield from Pace(self._seconds).blocks(self._stream)
+        except TooSlow as error:
+            raise httpx.ReadTimeout(str(error)) from None
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 def _timeout(seconds: float) -> httpx.Timeout:

@@ -6,13 +6,18 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 from rookery.errors import Unavailable, UserError, short
 from rookery.network import unusable_proxy
+from rookery.pace import SLOWEST
 from rookery.telemetry.numbers import evaluation_cells
+
+T = TypeVar("T")
 
 CARD_ROWS = 20
 """Steps in the table of a card: its curve is readable, and the card stays a page."""
@@ -26,6 +31,9 @@ SILENT_SECONDS = 60.0
 
 ATTEMPTS = 2
 """Attempts of one request without an answer, after which the Hub counts as silent."""
+
+REQUESTS = 10
+"""A push makes about so many requests, each of which may be silent once."""
 
 
 def push_folder(
@@ -41,18 +49,25 @@ def push_folder(
 ) -> str:
     """Upload ``folder`` to the model repository ``repo``, which is created if necessary; returns its address. ``card``
     makes the model card from the repository's name with its organisation. Raises :class:`UserError` for what the Hub
-    refuses, :class:`Unavailable` where it does not answer, such as after ``silent_seconds`` without a byte."""
-    from huggingface_hub import HfApi
+    refuses, :class:`Unavailable` where it does not answer: after ``silent_seconds`` without a byte, or where all of it
+    takes :data:`REQUESTS` times as long and what its files take at the slowest rate."""
+    from huggingface_hub import HfApi, close_session
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
     api = HfApi(endpoint=endpoint, token=token)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+    def push() -> Any:
+        made = api.create_repo(repo, private=private, exist_ok=True, repo_type="model")
+        (folder / "README.md").write_text(card(made.repo_id), encoding="utf-8")
+        api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
+        return made
+
     try:
         with _bounded_silence(silent_seconds):
-            made = api.create_repo(repo, private=private, exist_ok=True, repo_type="model")
-            (folder / "README.md").write_text(card(made.repo_id), encoding="utf-8")
-            api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
+            made = _within(REQUESTS * silent_seconds + size / SLOWEST, push, close_session)
     except HFValidationError as error:
         raise UserError(f"push: {short(_line(error))}") from None
     except HfHubHTTPError as error:
@@ -97,6 +112,28 @@ def _bounded_silence(seconds: float) -> Iterator[None]:
         yield
     finally:
         session.event_hooks = usual
+
+
+def _within(seconds: float, work: Callable[[], T], abort: Callable[[], None]) -> T:
+    """The result of ``work()``; after ``seconds`` ``abort()`` ends it. Raises :class:`TimeoutError` then."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    Thread(target=run, name="push", daemon=True).start()  # the end of a program does not wait for it
+    try:
+        return done.result(seconds)
+    except TimeoutError:
+        if done.done():
+            raise
+        raise TimeoutError(f"it is not complete after {seconds:.0f} s") from None
+    finally:
+        if not done.done():
+            abort()
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -39,6 +39,7 @@ from rookery import protocol
 from rookery.aio import BackgroundTasks
 from rookery.errors import NO_ROOM
 from rookery.network import client_tls, proxy_of
+from rookery.pace import SLOWEST
 from rookery.worker.transfer.cache import (
     MANIFEST,
     AdapterCache,
@@ -55,11 +56,14 @@ from rookery.worker.transfer.http import (
     CorruptDownload,
     RetryTransfer,
     RunningHash,
+    SlowTransfer,
     TransferFailed,
     Unreachable,
     decode_manifest,
     download,
     errno_of,
+    fetch,
+    fetch_manifest,
     one_line,
     raise_for_status,
     size_of,
@@ -228,7 +232,8 @@ class TransferClient:
 
     async def fetch_batch(self, ticket: str) -> bytes:
         """The encoded training batch that the controller published under ``ticket``."""
-        return (await self._request("GET", f"/wire/batches/{ticket}")).content
+        url = f"/wire/batches/{ticket}"
+        return await _with_retries(f"GET {url}", lambda: fetch(self._http, url))
 
     def _on_pulled(self, key: tuple[str, bool], task: asyncio.Task[Path]) -> None:
         self._pulls.pop(key, None)
@@ -283,7 +288,9 @@ class TransferClient:
         content = await self._peers.manifest(digest)
         if content is None:
             url = f"/wire/artifacts/{digest}"
-            content = (await self._request("GET", url, reads=digest)).content
+            content = await _with_retries(
+                f"GET {url}", lambda: fetch_manifest(self._http, url, self._reads.sign(digest))
+            )
         manifest = decode_manifest(content, digest)
         write_atomically(path, content)
         return manifest
@@ -428,8 +435,7 @@ class TransferClient:
             if staged is not None:
                 await staged(manifest.hash, staging)
             for shard in manifest.shards:
-                url = f"/wire/uploads/{ticket}/{shard.name}"
-                await self._request("PUT", url, body=staging / shard.name)
+                await self._put(f"/wire/uploads/{ticket}/{shard.name}", staging / shard.name)
             if staged is not None:
                 for shard in manifest.shards:
                     if is_state(shard.name):
@@ -480,18 +486,21 @@ class TransferClient:
         await self._evict(disk_full=True)
         return await call()
 
-    async def _request(self, method: str, url: str, reads: str = "", body: Path | None = None) -> httpx.Response:
-        """A response with status 2xx; ``body`` is a file to send, ``reads`` the artifact that the request reads."""
-        headers = {"Content-Length": str(size_of(body))} if body is not None else {}
+    async def _put(self, url: str, file: Path) -> None:
+        """Send a file; the response has status 2xx."""
+        size = size_of(file)
+        seconds = 2 * (self._http.timeout.read or 0.0) + size / SLOWEST
 
-        async def attempt() -> httpx.Response:
-            content = None if body is None else _blocks(body)
-            signed = headers | ({protocol.READ_HEADER: self._reads.sign(reads)} if reads else {})
-            response = await self._http.request(method, url, content=content, headers=signed)
-            raise_for_status(method, url, response.status_code)
-            return response
+        async def attempt() -> None:
+            headers = {"Content-Length": str(size)}
+            try:
+                async with asyncio.timeout(seconds):
+                    response = await self._http.put(url, content=_blocks(file), headers=headers)
+            except TimeoutError:
+                raise SlowTransfer(f"no answer within {seconds:.0f} s") from None
+            raise_for_status("PUT", url, response.status_code)
 
-        return await _with_retries(f"{method} {url}", attempt)
+        await _with_retries(f"PUT {url}", attempt)
 
 
 async def _with_retries(what: str, attempt: Callable[[], Awaitable[T]], progress: Callable[[], int] = lambda: 0) -> T:
@@ -503,7 +512,8 @@ async def _with_retries(what: str, attempt: Callable[[], Awaitable[T]], progress
         try:
             return await attempt()
         except (httpx.TransportError, RetryTransfer) as error:
-            failures = 0 if progress() > before else failures + 1
+            moved = progress() > before and not isinstance(error, SlowTransfer)
+            failures = 0 if moved else failures + 1
             if failures == ATTEMPTS:
                 raise Unreachable(f"{what}: {one_line(error)}") from None
         await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (failures - 1))

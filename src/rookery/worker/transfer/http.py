@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 
 from rookery import protocol
 from rookery.errors import RookeryError
+from rookery.pace import Pace, TooSlow
 
 REFUSALS = {401, 403, 404, 410}
 """Statuses for a signature or ticket that is not valid now, and for an artifact that is not there."""
@@ -49,6 +51,10 @@ class ReadRefused(TransferFailed):
 
 class RetryTransfer(Exception):
     """The other end cannot answer now, or the connection ended early."""
+
+
+class SlowTransfer(RetryTransfer):
+    """Hardly anything came, or went: that is no progress."""
 
 
 def raise_for_status(method: str, url: str, status: int) -> None:
@@ -101,16 +107,15 @@ async def download(
     the size of each block received, when it is written, and may raise; ``running`` takes the bytes. Returns early if
     the other end ends early.
 
-    Raises the errors of :func:`raise_for_status`, ``httpx.HTTPError``, and :class:`CorruptDownload` if more than
-    ``size`` bytes arrive."""
+    Raises the errors of :func:`raise_for_status`, ``httpx.HTTPError``, :class:`SlowTransfer`, and
+    :class:`CorruptDownload` if more than ``size`` bytes arrive."""
     have = size_of(part) if size_of(part) < size else 0
     headers = {protocol.READ_HEADER: signature} | ({"Range": f"bytes={have}-"} if have > 0 else {})
-    async with http.stream("GET", url, headers=headers) as response:
-        raise_for_status("GET", url, response.status_code)
+    async with _answer(http, url, headers) as (response, pace):
         with part.open("ab" if response.status_code == 206 else "wb") as file:
             if running is not None:
                 running.begin(file.tell())
-            async for block in response.aiter_raw():
+            async for block in pace.ablocks(response.aiter_raw()):
                 if file.tell() + len(block) > size:
                     raise CorruptDownload(f"GET {url}: longer than the {size} bytes that its manifest states")
                 file.write(block)
@@ -119,12 +124,34 @@ async def download(
                 count(len(block))
 
 
+@asynccontextmanager
+async def _answer(
+    http: httpx.AsyncClient, url: str, headers: dict[str, str]
+) -> AsyncIterator[tuple[httpx.Response, Pace]]:
+    """An answer with status 2xx, and the pace of its bytes, whose longest silence is the client's. Raises as
+    :func:`download` does."""
+    pace = Pace(http.timeout.read or 0.0)
+    async with AsyncExitStack() as opened:
+        try:
+            response = await pace.wait(opened.enter_async_context(http.stream("GET", url, headers=headers)))
+            raise_for_status("GET", url, response.status_code)
+            yield response, pace
+        except TooSlow as error:
+            raise SlowTransfer(str(error)) from None
+
+
+async def fetch(http: httpx.AsyncClient, url: str, signature: str = "") -> bytes:
+    """All that is at ``url``. Raises as :func:`download` does."""
+    async with _answer(http, url, {protocol.READ_HEADER: signature} if signature else {}) as (response, pace):
+        return b"".join([block async for block in pace.ablocks(response.aiter_bytes())])
+
+
 async def fetch_manifest(http: httpx.AsyncClient, url: str, signature: str) -> bytes:
-    """The manifest that a peer sends, for :func:`decode_manifest` to check. Raises as :func:`download` does."""
+    """The manifest that a peer or the service sends, for :func:`decode_manifest` to check. Raises as :func:`download`
+    does."""
     content = b""
-    async with http.stream("GET", url, headers={protocol.READ_HEADER: signature}) as response:
-        raise_for_status("GET", url, response.status_code)
-        async for block in response.aiter_raw():
+    async with _answer(http, url, {protocol.READ_HEADER: signature}) as (response, pace):
+        async for block in pace.ablocks(response.aiter_bytes()):
             content += block
             if len(content) > MANIFEST_BYTES:
                 raise CorruptDownload(f"GET {url}: no manifest has more than {MANIFEST_BYTES} bytes")

@@ -62,6 +62,7 @@ from rookery.worker.transfer.http import (
     ReadRefused,
     RetryTransfer,
     RunningHash,
+    SlowTransfer,
     TransferFailed,
     decode_manifest,
     download,
@@ -458,7 +459,7 @@ class PeerClient:
     async def _replace(self, digest: str, source: str, error: Exception) -> None:
         """``source`` is not asked for this artifact again: ask for others."""
         log.info("stopped reading %s from worker %s: %s", digest[:12], source, one_line(error))
-        if not isinstance(error, ReadRefused | RetryTransfer):
+        if isinstance(error, SlowTransfer) or not isinstance(error, ReadRefused | RetryTransfer):
             self._backoff_until(time.monotonic() + BACKOFF_SECONDS, [source])
         self._sources[digest] = [one for one in self._sources.get(digest, []) if one != source]
         asked = self._asked[digest] = self._asked.get(digest, 0) + 1

@@ -4,6 +4,8 @@ Promises:
 
 * A server that does not answer, serves no completions or allows no adapters is refused with one line that says how to
   start it. Its other users are not affected, except by the load.
+* A server that sends no token of a text for :data:`SILENT_SECONDS`, or does not complete another answer in that time,
+  has failed that request, whatever else it sends.
 * Adapters are loaded under names that begin with ``rookery-``, which no other worker uses, and unloaded when they are
   not needed. The server reads them from this worker's cache folder: it runs on this machine, or mounts that folder at
   the same path. A restarted server gets them again when a request needs them.
@@ -16,11 +18,13 @@ Promises:
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -49,7 +53,12 @@ from rookery.worker.memory import MemoryUse
 log = logging.getLogger("rookery.engine")
 
 CONNECT_SECONDS = 10.0
-"""Time in which a server begins to answer; texts may take any time."""
+"""Time in which a server accepts a connection, and gives the answers that cost it nothing."""
+
+SILENT_SECONDS = 600.0
+"""Time in which the next token of a text comes, the first one included, which may wait for others' texts; and for the
+whole of another answer: an adapter is loaded from a disk, a prompt is scored at once. A text takes no longer than this
+for each token that it asks for."""
 
 METRICS_SECONDS = 2.0
 """Age of the reported use of the cache."""
@@ -67,7 +76,8 @@ START = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
 class Attached:
     tempered = False
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, silent_seconds: float = SILENT_SECONDS) -> None:
+        self._silent_seconds = silent_seconds
         self.url = settings.engine.vllm_url.rstrip("/")
         self.max_adapters = settings.engine.vllm_adapters
         self.keyed = False
@@ -78,15 +88,16 @@ class Attached:
         self._use_read = 0.0
 
     async def start(self) -> None:
-        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+        timeout = httpx.Timeout(self._silent_seconds, connect=CONNECT_SECONDS)
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits, trust_env=False)
         try:
-            models = (await self._http.get("/v1/models", timeout=CONNECT_SECONDS)).raise_for_status().json()["data"]
-            card = next(card for card in models if not card.get("parent"))
-            context = int(card["max_model_len"])
-            lora = await self._http.post("/v1/unload_lora_adapter", json={"lora_name": "rookery-probe"})
-        except httpx.TransportError as error:
+            async with asyncio.timeout(min(CONNECT_SECONDS, self._silent_seconds)):
+                models = (await self._http.get("/v1/models")).raise_for_status().json()["data"]
+                card = next(card for card in models if not card.get("parent"))
+                context = int(card["max_model_len"])
+                lora = await self._http.post("/v1/unload_lora_adapter", json={"lora_name": "rookery-probe"})
+        except (httpx.TransportError, TimeoutError) as error:
             raise Unavailable(f"no vLLM server answers at {self.url} ({type(error).__name__})") from None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, StopIteration):
             raise UserError(f"setting ROOKERY_VLLM_URL: {self.url} is no vLLM server") from None
@@ -155,7 +166,8 @@ class Attached:
     async def _stream(self, task: SamplingTask, *, keyed: bool) -> AsyncIterator[SampledPart]:
         body = {**self._body(task, keyed=keyed), "stream": True}
         try:
-            async with self._http.stream("POST", "/v1/completions", json=body) as response:
+            async with AsyncExitStack() as opened, asyncio.timeout(self._silent_seconds) as limit:
+                response = await opened.enter_async_context(self._http.stream("POST", "/v1/completions", json=body))
                 if response.is_error:
                     await response.aread()
                     raise self._problem(response.status_code, _reason(response), task.adapter)
@@ -166,7 +178,11 @@ class Attached:
                         raise self._problem(code if isinstance(code, int) else 0, message, task.adapter)
                     choice = event["choices"][0] if event.get("choices") else {}
                     if choice.get("token_ids"):
+                        limit.reschedule(None)  # whoever takes the part may take its time
                         yield SampledPart(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+                        limit.reschedule(asyncio.get_running_loop().time() + self._silent_seconds)
+        except (TimeoutError, httpx.ReadTimeout):
+            raise ServerFault(f"the vLLM server at {self.url} sends no token for {self._silent_seconds:g} s") from None
         except httpx.TransportError as error:
             raise VllmEnded(f"the vLLM server at {self.url} stopped answering ({type(error).__name__})") from None
 
@@ -194,7 +210,11 @@ class Attached:
 
     async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         try:
-            return await self._http.post(path, json=body)
+            async with asyncio.timeout(self._silent_seconds):
+                return await self._http.post(path, json=body)
+        except (TimeoutError, httpx.ReadTimeout):
+            shown = f"the vLLM server at {self.url} does not answer {path} within {self._silent_seconds:g} s"
+            raise ServerFault(shown) from None
         except httpx.TransportError as error:
             raise VllmEnded(f"the vLLM server at {self.url} stopped answering ({type(error).__name__})") from None
 
@@ -204,8 +224,9 @@ class Attached:
             return ""
         self._use_read = time.monotonic()
         try:
-            text = (await self._http.get("/metrics")).text
-        except httpx.TransportError:
+            async with asyncio.timeout(min(CONNECT_SECONDS, self._silent_seconds)):
+                text = (await self._http.get("/metrics")).text
+        except (httpx.TransportError, TimeoutError):
             return ""  # the request that follows raises
         share = re.search(r"^vllm:kv_cache_usage_perc\{.*?\} (\S+)", text, re.MULTILINE)
         sizes = dict(re.findall(r'(kv_cache_memory_bytes|num_gpu_blocks|block_size)="(\d+)"', text))
