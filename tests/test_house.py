@@ -38,6 +38,7 @@ ARROWS: dict[str, set[str]] = {
     "paths": {"errors"},
     "machine": set(),
     "network": {"errors"},
+    "pace": set(),
     "settings": {"errors", "folders", "network"},
     "aio": {"clock"},
     "spec": {"errors", "bounds"},
@@ -46,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
     "scheduling": {"errors", "spec"},
     "telemetry": {"errors", "settings"},
     "tokenization": {"errors", "paths"},
-    "storage": {"errors", "folders", "turns", "network", "paths", "protocol", "spec"},
+    "storage": {"errors", "folders", "turns", "network", "pace", "paths", "protocol", "spec"},
     "environments": {
         "errors", "aio", "children", "bounds", "folders", "network", "settings", "protocol", "spec", "telemetry.log",
     },
@@ -55,13 +56,13 @@ ARROWS: dict[str, set[str]] = {
         "scheduling", "telemetry", "tokenization", "storage", "environments",
     },
     "worker": {
-        "errors", "aio", "children", "lines", "bounds", "turns", "folders", "machine", "network", "settings",
-        "protocol", "spec", "algorithms", "scheduling", "tokenization", "telemetry",
+        "errors", "aio", "children", "lines", "bounds", "turns", "folders", "machine", "network", "pace",
+        "settings", "protocol", "spec", "algorithms", "scheduling", "tokenization", "telemetry",
     },
     "start": {"cli"},
     "client": {
-        "errors", "aio", "folders", "lines", "network", "paths", "settings", "spec", "environments", "storage.data_dir",
-        "telemetry.numbers",
+        "errors", "aio", "folders", "lines", "network", "pace", "paths", "settings", "spec", "environments",
+        "storage.data_dir", "telemetry.numbers",
     },
     "cluster": {"errors", "aio", "children", "machine", "network", "settings", "tokenization"},
     "simulation": {

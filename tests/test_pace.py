@@ -18,7 +18,7 @@ import rookery
 from rookery.client.connection import HttpConnection
 from rookery.client.hub import push_folder
 from rookery.environments.outbound import request_json
-from rookery.pace import SLOWEST, Pace, TooSlow
+from rookery.pace import SLOWEST, TooSlow, TransferPace
 from rookery.protocol import AdapterRef, Shard
 from rookery.settings import Settings
 from rookery.storage.object_artifacts import ObjectArtifacts, open_store
@@ -39,7 +39,7 @@ BEGINNINGS = {
     "a body that does not end": (HEAD + b"Content-Length: 900000\r\n\r\n", b" "),
     "chunks that do not end": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
 }
-"""What a server sends at once, and then every few milliseconds for ever."""
+"""Bytes that a server sends at once, and those that it sends every few milliseconds for ever."""
 
 DIGEST, SHARD = "a" * 64, Shard(name="x.safetensors", size=900_000, sha256="b" * 64)
 
@@ -273,7 +273,7 @@ def received(waits: list[tuple[float, int]], seconds: float, pauses: float = 0.0
             yield bytes(size)
 
     came = 0
-    for block in Pace(seconds, lambda: sum(passed)).blocks(blocks()):
+    for block in TransferPace(seconds, lambda: sum(passed)).blocks(blocks()):
         came += len(block)
         passed.append(pauses)
     return came

@@ -18,7 +18,7 @@ class TooSlow(TimeoutError):
     """Less than :data:`SLOWEST` bytes per second came for a while."""
 
 
-class Pace:
+class TransferPace:
     """Of one transfer: how long may be waited for its next bytes. Waits may take ``seconds`` together; the bytes that
     come extend that by the time that they take at the slowest rate, up to ``seconds`` again. So a silence ends within
     that time, and a transfer of N bytes within ``seconds + N / SLOWEST``. Time between the waits does not count."""
@@ -46,7 +46,7 @@ class Pace:
             yield block
 
     async def wait(self, arrival: Awaitable[T], size: Callable[[T], int] = lambda arrived: 0) -> T:
-        """What arrives, ``size(…)`` bytes. Raises :class:`TooSlow`."""
+        """The value that arrives, with ``size(…)`` bytes. Raises :class:`TooSlow`."""
         began = self._clock()
         try:
             async with asyncio.timeout(self._left):

@@ -1053,7 +1053,7 @@ class Wire(asyncio.Transport):
         return False
 
 
-def test_what_keys_opened_ends_when_they_expire() -> None:
+def test_requests_and_sockets_of_keys_end_when_they_expire() -> None:
     """Requests and WebSockets; a connection that waits for its next request stays."""
     aborted = list[str]()
 

@@ -21,7 +21,7 @@ import httpx
 from rookery import errors
 from rookery.lines import LineSplitter
 from rookery.network import client_tls, proxy_of, service_url
-from rookery.pace import Pace, TooSlow
+from rookery.pace import TooSlow, TransferPace
 
 BUSY_TRIES, BUSY_SECONDS = 5, 2.0
 """A read that the service refuses, since the tenant asks too much of it, is sent so often in all, where the wait that
@@ -323,7 +323,7 @@ class Paced(httpx.SyncByteStream):
 
     def __iter__(self) -> Iterator[bytes]:
         try:
-            yield from Pace(self._seconds).blocks(self._stream)
+            yield from TransferPace(self._seconds).blocks(self._stream)
         except TooSlow as error:
             raise httpx.ReadTimeout(str(error)) from None
 

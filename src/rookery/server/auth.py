@@ -438,7 +438,7 @@ class AuthenticatedRoute(APIRoute):
         return [parameter.alias for needed in _needed(self.dependant) for parameter in needed.query_params]
 
     def _single(self) -> frozenset[str]:
-        """Those among them that have one value."""
+        """The parameters among them that have one value."""
         found = [parameter for needed in _needed(self.dependant) for parameter in needed.query_params]
         return frozenset(one.alias for one in found if get_origin(one.field_info.annotation) is not list)
 

@@ -168,7 +168,7 @@ class Connections:
         self._of_keys: dict[str, dict[Slot, None]] = {}
         """By the key of the last request."""
         self._ending: dict[Slot, None] = {}
-        """Those whose key expires."""
+        """The connections whose key expires."""
         self._count = 0
 
     def __len__(self) -> int:

@@ -38,7 +38,7 @@ from rookery.errors import (
     shortages,
 )
 from rookery.network import proxy_of
-from rookery.pace import Pace, TooSlow
+from rookery.pace import TooSlow, TransferPace
 from rookery.protocol import Manifest, Shard
 from rookery.storage.artifacts import (
     MANIFEST,
@@ -87,7 +87,7 @@ SMALL_SECONDS, UPLOAD_SECONDS = 10, 300
 
 READ_SECONDS, FILE_SECONDS = 30, 86400
 """Longest silence while a file is read, and the longest time that it may take in all. Within, it is read at a pace
-(:class:`~rookery.pace.Pace`)."""
+(:class:`~rookery.pace.TransferPace`)."""
 
 _STATUS = re.compile(r"status code: ([1-5]\d\d)\b|redirect without LOCATION")
 
@@ -267,7 +267,7 @@ class ObjectArtifacts(Artifacts):
                 yield iter(())
                 return
             found = obstore.get(self._reads, f"{check_hash(hash)}/{shard.name}", options={"range": (start, shard.size)})
-            yield _pieces(Pace(self._read_seconds).blocks(map(bytes, found.stream(min_chunk_size=1))))
+            yield _pieces(TransferPace(self._read_seconds).blocks(map(bytes, found.stream(min_chunk_size=1))))
 
     def path(self, hash: str, shard: str) -> Path:
         """A local path of one file: of a copy that stays until the artifact is deleted or the service starts again.

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from rookery import protocol
 from rookery.errors import RookeryError
-from rookery.pace import Pace, TooSlow
+from rookery.pace import TooSlow, TransferPace
 
 REFUSALS = {401, 403, 404, 410}
 """Statuses for a signature or ticket that is not valid now, and for an artifact that is not there."""
@@ -127,10 +127,10 @@ async def download(
 @asynccontextmanager
 async def _answer(
     http: httpx.AsyncClient, url: str, headers: dict[str, str]
-) -> AsyncIterator[tuple[httpx.Response, Pace]]:
+) -> AsyncIterator[tuple[httpx.Response, TransferPace]]:
     """An answer with status 2xx, and the pace of its bytes, whose longest silence is the client's. Raises as
     :func:`download` does."""
-    pace = Pace(http.timeout.read or 0.0)
+    pace = TransferPace(http.timeout.read or 0.0)
     async with AsyncExitStack() as opened:
         try:
             response = await pace.wait(opened.enter_async_context(http.stream("GET", url, headers=headers)))
