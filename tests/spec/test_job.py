@@ -70,7 +70,11 @@ REFUSED: list[tuple[Any, str]] = [
     (job_of(algorithm__loss={"name": "aipo", "rhoo": 3}), "algorithm.loss: aipo has no parameter 'rhoo'; it has rho"),
     (job_of(algorithm__loss={"name": "aipo", "rho": -3}), "algorithm.loss: rho is a number above 0, given -3"),
     (job_of(algorithm__loss={"name": "aipo", "rho": True}), "algorithm.loss: rho is a number above 0, given True"),
-    (job_of(algorithm__loss={"name": "ppo", "clip_low_threshold": 2}), "clip_low_threshold is at most clip_high_thr"),
+    (
+        job_of(algorithm__loss={"name": "ppo", "clip_low_threshold": 2}),
+        "clip_low_threshold is a bound of the ratio, at",
+    ),
+    (job_of(algorithm__loss={"name": "ppo", "clip_high_threshold": 0.2}), "; for an epsilon of 0.2 give 1.2"),
     (job_of(sampling__temperature=0), "sampling.temperature: given 0, allowed: greater than or equal to 0.000001"),
     (job_of(sampling__stop=[""]), 'sampling.stop.0: given "", allowed: have at least 1 character'),
     (job_of(stop={}), "stop: at least one of steps, epochs, reward, wall_time, tokens"),

@@ -8,6 +8,7 @@ HTTP.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
@@ -189,9 +190,10 @@ class Adam(Struct, kw_only=True):
 
 
 def add_metrics(sums: dict[str, float], metrics: Mapping[str, float]) -> None:
-    """Add a trainer's metrics to ``sums``: values, except maxima where the name ends in ``:max``."""
+    """Add a trainer's metrics to ``sums``: values, except maxima where the name ends in ``:max``. NaN stays NaN."""
     for name, value in metrics.items():
         known = sums.get(name)
         if known is not None:
-            value = max(known, value) if name.endswith(":max") else known + value
+            largest = name.endswith(":max") and not math.isnan(known + value)
+            value = max(known, value) if largest else known + value
         sums[name] = value

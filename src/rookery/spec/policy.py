@@ -75,9 +75,24 @@ Temperature = Annotated[float, Field(ge=0), AfterValidator(_usable)]
 """Temperature of a completion: 0 takes the likeliest token."""
 
 
+def check_clipping(params: dict[str, float]) -> dict[str, float]:
+    """The parameters of a loss. Raises ``ValueError`` for bounds of the ratio that do not enclose 1, the ratio of a
+    token that the trained policy itself sampled: with a high bound below 1 no good reply has a gradient."""
+    low, high = params.get("clip_low_threshold", 1.0), params.get("clip_high_threshold", 1.0)
+    if low > 1:
+        raise ValueError(f"clip_low_threshold is a bound of the ratio, at most 1, given {low:g}")
+    if high < 1:
+        raise ValueError(
+            f"clip_high_threshold is a bound of the ratio, at least 1, given {high:g}; for an epsilon of {high:g} give"
+            f" {1 + high:g}"
+        )
+    return params
+
+
 class LossSpec(SpecModel):
     """The loss of a token, given as a name (``loss: ppo``) or with its parameters (``loss: {name: ppo,
-    clip_high_threshold: 1.28}``). Every parameter is a number above 0. A loss is a pure sum over tokens."""
+    clip_high_threshold: 1.28}``). Every parameter is a number above 0; thresholds are bounds of the ratio, 1 − ε and
+    1 + ε. A loss is a pure sum over tokens."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, SmallJson]
@@ -95,8 +110,7 @@ class LossSpec(SpecModel):
                 )
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
                 raise ValueError(f"{key} is a number above 0, given {short(repr(value))}")
-        if self.params.get("clip_low_threshold", 0.0) > self.params.get("clip_high_threshold", 1.0):
-            raise ValueError("clip_low_threshold is at most clip_high_threshold")
+        check_clipping(self.params)
         return self
 
     @property

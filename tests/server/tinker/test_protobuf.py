@@ -184,3 +184,64 @@ def test_scores_as_arrays_are_encoded_as_those_that_earlier_releases_stored_as_l
     arrays = decode_result(encode_result(SampleResult(texts=[], prompt_logprobs=scores.logprobs, topk=scores)))
     assert isinstance(stored, SampleResult) and isinstance(arrays, SampleResult)
     assert protobuf.encode(arrays) == protobuf.encode(stored)
+
+
+def ratios(**changed: float) -> Any:
+    """A request for a loss with ratios, with another number at place 3 of some tensors."""
+    message = request(1)
+    message.loss_fn = "importance_sampling"
+    for name in ("logprobs", "advantages"):
+        values = np.zeros(40, "<f4")
+        values[3] = changed.get(name, 0.0)
+        tensor = message.data[0].loss_fn_inputs[name]
+        tensor.dense, tensor.dtype = values.tobytes(), protobuf.schema().DTYPE_FLOAT32
+    return message
+
+
+@pytest.mark.parametrize("name", ["logprobs", "advantages"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite_are_refused_by_their_place(name: str, value: float) -> None:
+    """One of them makes the whole sum NaN, also where its factor is 0."""
+    protobuf.forward_backward(ratios())
+    with pytest.raises(UserError, match=rf"data\[0\]: {name} hold {value} at 3, which is no finite number"):
+        protobuf.forward_backward(ratios(**{name: value}))
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e39])
+def test_weights_that_are_not_finite_are_refused(value: float) -> None:
+    message = request(1)
+    tensor = message.data[0].loss_fn_inputs["weights"]
+    with np.errstate(over="ignore"):
+        tensor.dense, tensor.dtype = np.full(40, value, "<f4").tobytes(), protobuf.schema().DTYPE_FLOAT32
+    with pytest.raises(UserError, match="weights hold"):
+        protobuf.forward_backward(message)
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (
+            {"clip_high_threshold": 0.28},
+            "clip_high_threshold is a bound of the ratio, .* for an epsilon of 0.28 give 1.28",
+        ),
+        (
+            {"clip_low_threshold": 1.2, "clip_high_threshold": 0.8},
+            "clip_low_threshold is a bound of the ratio, at most 1",
+        ),
+    ],
+)
+def test_bounds_that_no_ratio_of_1_is_within_are_refused(config: dict[str, float], line: str) -> None:
+    message = ratios()
+    message.loss_fn = "ppo"
+    message.loss_fn_config.update({"clip_low_threshold": 0.9, "clip_high_threshold": 1.1})
+    protobuf.forward_backward(message)
+    message.loss_fn_config.update(config)
+    with pytest.raises(UserError, match=line):
+        protobuf.forward_backward(message)
+
+
+def test_a_loss_that_is_not_finite_is_returned_as_such() -> None:
+    encoded = protobuf.encode(ForwardBackwardResult(metrics={"loss:sum": float("nan")}, logprobs=b"", shapes=[]))
+    message = protobuf.schema().ForwardBackwardOutput()
+    message.ParseFromString(encoded)
+    assert np.isnan(message.metrics["loss:sum"])

@@ -528,6 +528,7 @@ def test_nan_skips_one_policy_and_changes_no_other(tmp_path: Path) -> None:
         assert done["opt x"].metrics["skipped"] == 1
         assert done["opt y"].metrics["skipped"] == 0
         assert done["fb x"].metrics["nonfinite"] >= 1
+        assert not math.isfinite(done["fb x"].metrics["loss:sum"])
         before = trainer(base, folders)
         assert torch.equal(masters(at, "x"), masters(before, "x"))
         assert at.held["x"].state.step == 0

@@ -9,6 +9,7 @@ read and tokenized.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -173,7 +174,7 @@ class RowLoop(PolicyLoop):
         assert head is not None
         size, wanted = self._batch_size, self.spec.evaluation.prompts
         totals = {"loss:sum": 0.0, "accuracy:pairs": 0.0}
-        weight, rows, infinite = 0.0, 0, 0.0
+        weight, rows = 0.0, 0
         while rows < wanted:
             found = await self._rows("eval", rows, min(size, wanted - rows))
             if not found:
@@ -183,11 +184,11 @@ class RowLoop(PolicyLoop):
                 done = await self._forward(batch)
             for name in totals:
                 totals[name] += done.metrics.get(name, 0.0)
-            weight, infinite = weight + batch.weight, infinite + done.metrics.get("nonfinite", 0.0)
-            rows += len(found)
+            weight, rows = weight + batch.weight, rows + len(found)
         self._evaluated.add(head.version)
-        if not weight or infinite:
-            why = "their loss is not finite" if infinite else f"none of them has {self._taught}"
+        finite = math.isfinite(totals["loss:sum"])
+        if not weight or not finite:
+            why = f"none of them has {self._taught}" if finite else "their loss is not finite"
             text = f"version {head.version}: no held-out loss on {rows} rows: {why}"
             await progress.add_event("evaluation", text)
             return

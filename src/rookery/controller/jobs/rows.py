@@ -6,7 +6,6 @@ trainer adds sums; the optimizer step scales them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +83,7 @@ def row_batch(spec: JobSpec, chat: Chat, rows: Sequence[bytes], *, forward_only:
 def step_metrics(batch: RowBatch, sums: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a step on ``batch``, of which ``sums`` are the trainer's: means over tokens or over pairs."""
     metrics = {
-        "loss": math.nan if sums.get("nonfinite") else sums.get("loss:sum", 0.0) / max(batch.weight, 1e-9),
+        "loss": sums.get("loss:sum", 0.0) / max(batch.weight, 1e-9),
         "rows": float(batch.rows),
         "rows_cut": float(batch.cut),
         "rows_empty": float(batch.empty),

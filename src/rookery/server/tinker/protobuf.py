@@ -28,7 +28,7 @@ from rookery.controller.sessions.operations import ForwardBackwardOperation, For
 from rookery.errors import UserError, installs, short
 from rookery.server.bodies import INLINE_BYTES, BodyRefused
 from rookery.server.response_room import LARGE_BYTES
-from rookery.spec.policy import LOSS_PARAMETERS
+from rookery.spec.policy import LOSS_PARAMETERS, check_clipping
 
 PROTOBUF = "application/x-protobuf"
 
@@ -231,7 +231,10 @@ def _parameters(message: Any) -> dict[str, float]:
             )
         if not math.isfinite(number):
             raise UserError(f"loss_fn_config.{key}: {number} is not finite")
-    return {**known, **given}
+    try:
+        return check_clipping({**known, **given})
+    except ValueError as error:
+        raise UserError(f"loss_fn_config.{error}") from None
 
 
 def _datum(datum: Any, loss: str, limit: int) -> tuple[protocol.Datum, tuple[int, ...], np.ndarray | None]:
@@ -267,7 +270,7 @@ def _datum(datum: Any, loss: str, limit: int) -> tuple[protocol.Datum, tuple[int
     if (beyond := found[found != wanted]).size:
         raise UserError(f"target_tokens hold {beyond[0]}, which is no token id")
     floats = {
-        name: inputs[name].at(cells).astype("<f4").tobytes()
+        name: _finite(name, inputs[name].at(cells)).tobytes()
         for name in ("logprobs", "advantages", "weights")
         if name in inputs
     }
@@ -278,6 +281,19 @@ def _datum(datum: Any, loss: str, limit: int) -> tuple[protocol.Datum, tuple[int
         floats["weights"] = counts.astype("<f4").tobytes()
     rows = b"" if cells is None else (cells // max(1, width)).astype("<i4").tobytes()
     return protocol.Datum(tokens=tokens, rows=rows, targets=wanted.tobytes(), **floats), shape, cells
+
+
+def _finite(name: str, values: np.ndarray) -> np.ndarray:
+    """The values as float32. Raises :class:`UserError` for one that is not finite: a sum with it has no gradient, also
+    where its factor is 0."""
+    with np.errstate(over="ignore"):
+        found: np.ndarray = values.astype("<f4")
+    if not (finite := np.isfinite(found)).all():
+        at = int(np.argmin(finite))
+        raise UserError(
+            f"{name} hold {values[at]} at {at}, which is no finite number of 32 bits; give 0 where no loss is"
+        )
+    return found
 
 
 def _cells(targets: Tensor, weights: Tensor | None) -> np.ndarray | None:

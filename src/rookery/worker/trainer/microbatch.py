@@ -43,9 +43,10 @@ class QueuedBatch:
         self._logprobs: list[bytes] = []
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
-        """As :func:`protocol.add_metrics`; values that are not finite are counted in ``nonfinite`` instead."""
-        for name, value in metrics.items():
-            protocol.add_metrics(self.metrics, {name: value} if math.isfinite(value) else {"nonfinite": 1.0})
+        """As :func:`protocol.add_metrics`; ``nonfinite`` counts the values that are not finite."""
+        protocol.add_metrics(self.metrics, metrics)
+        if count := sum(not math.isfinite(value) for value in metrics.values()):
+            protocol.add_metrics(self.metrics, {"nonfinite": float(count)})
 
     def add_logprobs(self, logp: Tensor) -> None:
         self._logprobs.append(logp.cpu().numpy().astype("<f4").tobytes())

@@ -6,7 +6,8 @@ Promises, in addition to those of :class:`rookery.worker.trainer.base.Trainer`:
 * ``step`` is one bounded slice: one packed pass of at most ``slice_tokens`` tokens, or one optimizer step. A larger
   group is split between its members. A trajectory stays whole: a longer one runs alone; if memory does not hold it, or
   a GPU runs out of memory in the pass, the result is ``lost``, because another worker may have more.
-* Metrics are finite numbers: a value that is not is omitted, and ``nonfinite`` counts it.
+* A metric with a part that is not finite is not finite, so that no sum of the other parts stands for it; ``nonfinite``
+  counts such parts.
 """
 
 from __future__ import annotations
