@@ -74,11 +74,21 @@ def test_jsonl_asks_a_judge_about_the_reply() -> None:
                 "I give this 3 points out of 4": 0.75, "3 (4 is perfect)": 0.75, "Score: 3\nIn 2024 ...": 0.75,
                 "My rating: **3**. It misses 1 point.": 0.75, "The score is 3 because 1+1=2": 0.75,
                 "Score: 3\nConfidence: 90%": 0.75, "A perfect score is 4, this one is 3": 0.75,
-                "1. It is clear.\n2. I give 3": 0.75, "Score: 1\nTotal: 2": 0.5}  # fmt: skip
+                "1. It is clear.\n2. I give 3": 0.75, "Score: 1\nTotal: 2": 0.5,
+                '{"score": 3, "errors": 2}': 0.75, '{"errors": 2, "Score": "3"}': 0.75, '{"score": 3}\nIt has 2': 0.75,
+                '{"score": "3/4", "errors": 2}': 0.75, '{"errors": 3}': 0.75}  # fmt: skip
     answers = [("3", 0.75, 0.0), ("0", 0.0, 0.0), ("4", 1.0, 0.0)]
     answers += [(said, reward, 0.0) for said, reward in of_scale.items()]
-    answers += [(said, 0.0, 1.0) for said in ("fine", "3/40", "I say 9.", "-2", "In 2024", "5/4", "Score: 3 of 5")]
-    cut = [("3/4. It is", 0.75, 0.0), ("3\n\nIt has", 0.75, 0.0), ("Score: 3 (it", 0.75, 0.0)]
+    answers += [
+        (said, 0.0, 1.0)
+        for said in ("fine", "3/40", "I say 9.", "-2", "In 2024", "5/4", "Score: 3 of 5", '{"score": 9, "errors": 2}')
+    ]
+    cut = [
+        ("3/4. It is", 0.75, 0.0),
+        ('{"score": 3} as 2', 0.75, 0.0),
+        ("3\n\nIt has", 0.75, 0.0),
+        ("Score: 3 (it", 0.75, 0.0),
+    ]
     cut += [(said, 0.0, 1.0) for said in ("From 0 to 4, where 4 is best, this", "Of 3 lines, one", "3", "Score: 1")]
     every = [(*one, "stop") for one in answers] + [(*one, "length") for one in cut]
     for said, reward, unjudged, finish in every:

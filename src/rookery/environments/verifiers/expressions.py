@@ -1,9 +1,10 @@
 r"""Answers and replies as LaTeX that math-verify reads as a person does.
 
-math-verify pastes what it gets into one expression: ``1e-05`` becomes e - 5, ``3 1/2`` becomes 2, ``101_2`` is 101.
-Here both sides are written so that this does not happen: numbers in scientific notation as decimals, mixed numbers as
-fractions, groups of digits without separators, Unicode's signs, digits, fractions, powers and roots as LaTeX. A text
-that no rule makes clear (:data:`_UNCLEAR`) is no answer: a row's is refused, a reply's is wrong.
+math-verify pastes what it gets into one expression: ``1e-05`` becomes e - 5, ``3 1/2`` becomes 2, ``101_2`` is 101,
+``pi/2`` is p·i/2, and ``5 m/s`` is 5·m/s. Here both sides are written so that this does not happen: numbers in
+scientific notation as decimals, mixed numbers as fractions, groups of digits without separators, names of functions and
+letters, Unicode's signs, digits, fractions, powers and roots as LaTeX, units as text. A text that no rule makes clear
+(:data:`_UNCLEAR`) is no answer: a row's is refused, a reply's is wrong.
 
 math-verify also reads a word as the product of its letters, and of a text that it does not understand a part of it.
 Such texts are compared as they are written (:func:`as_written`): words, sequences of capital letters, answers that
@@ -36,7 +37,25 @@ _PER_CENT = re.compile(
     r"(?:\\(?:text|textrm|mathrm|mbox) ?\{ *per ?cent *\}|per ?cent(?![A-Za-z])(?! *point))",
     re.IGNORECASE,
 )
-_ROOT = re.compile(r"√ ?(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))")
+_ROOT = re.compile(r"(?:√|(?<![A-Za-z\\])sqrt) ?(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))|√ ?\(([^()]*)\)")
+_FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
+_GREEK = "pi|alpha|beta|gamma|delta|epsilon|theta|lambda|sigma|omega|phi|rho|tau"
+_NAME = re.compile(
+    rf"\\(?:operatorname|mathrm|text) ?\{{ *(?P<wrapped>{_FUNCTIONS}|{_GREEK}) *\}}"
+    rf"|(?<![A-Za-z\\])(?P<bare>{_FUNCTIONS}|{_GREEK})(?![A-Za-z])"
+)
+"""Names of functions and of Greek letters, of which math-verify makes products of their letters."""
+_BASE = re.compile(r"(?<![A-Za-z\\])log_?(\d{1,3})(?= ?\()", re.ASCII)
+_INFINITY = re.compile(r"(?<![A-Za-z\\])oo(?![A-Za-z])")
+_POWER = re.compile(r"(?<=[\w)\]}])\*\*(?:(-?\d+)|(?=[\w({\\]))", re.ASCII)
+"""A power as programs write it."""
+_STYLED = re.compile(
+    r"\\(?:mathrm|mathit|mathsf|text|operatorname) ?\{ *([ie]) *\}|\\(?:mathbf|boldsymbol|bm) ?\{ *([A-Za-z]) *\}"
+)
+"""The imaginary unit, Euler's number and vectors, which math-verify drops from a sum as it drops other text."""
+_COLOR = re.compile(r"\\(?:text)?color ?\{[^{}]*\}")
+_ANGLES = re.compile(r"(?:\\(?:left|right) *)?\\(?P<side>[lr])angle(?![A-Za-z])")
+_TIMES_TEN = re.compile(r"(?<=\d) ?[xX*] ?(?=10 ?\^)", re.ASCII)
 _POWERS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
 _WORDS = re.compile(r"true|false|null|none|nan|undefined", re.IGNORECASE)
 """Words that math-verify does not read, or reads as products of letters."""
@@ -44,7 +63,7 @@ _LETTERS = re.compile(
     r"(?!(?i:infinity|infty|alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|pi|rho|sigma|tau"
     r"|upsilon|phi|chi|psi|omega)\Z)(?:"
     r"[A-Z]{2,}|[A-Z][a-z]{2,}|[a-z]{4,}"
-    r"|(?i:no|yes|on|off|up|odd|one|two|six|ten|all|any|day|may|sun|mon|tue|wed|thu|fri|sat|red|tie|win|sin|cat|dog))",
+    r"|(?i:no|yes|on|off|up|odd|one|two|six|ten|all|any|day|may|sun|mon|tue|wed|thu|fri|sat|red|tie|win|sin|cos|tan|log|exp|cat|dog))",
     re.ASCII,
 )
 """A word or a sequence of letters, no product of variables and no symbol's name."""
@@ -65,11 +84,17 @@ _DENIED = re.compile(
 """The end of a reply that denies its last expression."""
 _END = 400
 """Characters at a reply's end that decide whether it denies or names its answer."""
-_NAMED = re.compile(
-    r"(?:\A|(?::|\b(?i:is|answer|option|choice)\b:?))"
-    rf"(?:[({_OPENING}\s]|\\\()*([A-Z]{{1,12}})(?:[){_CLOSING}\s.]|\\\))*\Z"
-)
-"""A reply that ends with a choice or a sequence of letters."""
+
+
+def _ending(word: str) -> re.Pattern[str]:
+    return re.compile(
+        r"(?:\A|(?::|\b(?i:is|answer|option|choice)\b:?))"
+        rf"(?:[({_OPENING}\s]|\\\()*({word})(?:[){_CLOSING}\s.!]|\\\))*\Z"
+    )
+
+
+_NAMED, _NAMED_WORD = _ending("[A-Z]{1,12}"), _ending("[A-Za-z]{1,20}")
+"""A reply that ends with a choice or a sequence of letters, and one that ends with any word."""
 _TAGGED = re.compile(r"<(?P<tag>[A-Za-z]\w{0,20})>([^<>]*)</(?P=tag)>", re.ASCII)
 _TITLE = re.compile(r"\\text(?:bf)? ?\{[^{}]*: *\}|(?<=[A-Za-z]{2}:)(?=[-+]?\.?\d)", re.ASCII)
 """A title in LaTeX, and the place after one that a number follows without a space."""
@@ -80,6 +105,10 @@ _QUOTED = re.compile(
     re.ASCII,
 )
 """A number in quotes, emphasis or, at the end, in brackets, which is no operand."""
+_PART = (
+    r"(?:hal(?:f|ves)|(?:third|fourth|quarter|fifth|sixth|eighth|tenth|hundredth|thousandth)s?|squared|cubed|factorial)"
+)
+"""Words after a number that make it another one."""
 _UNCLEAR = re.compile(
     r"\d *_"  # a base: 101_2
     r"|\d *:\d\d(?!\d)|\d\.\d+\.\d"  # a time, a version
@@ -87,11 +116,13 @@ _UNCLEAR = re.compile(
     r"|(?<![_^\d])\d+(?: |\\[,;: !])+\.?\d"  # two numbers side by side
     r"|\d[\s~]*(?:\\[,;: ]|\\(?:text|mathrm|textrm|mbox) ?\{)*\s*"
     r"(?:hundred|thousand|million|billion|trillion|dozen|lakh|crore)"
-    r"|\d(?:st|nd|rd|th)\b|\d[eE][-+]?\d|\b0[xX][0-9A-Fa-f]",
+    r"|\d(?:st|nd|rd|th)\b|\d[eE][-+]?\d|\b0[xX][0-9A-Fa-f]"
+    r"|\d +(?!(?:and|or)\b)[A-Za-z]{2,}\.?,? +(?:and +)?\d"  # two amounts: 2 hours 30 minutes
+    rf"|\d +{_PART}\b",
     re.ASCII,
 )
 _POWER_OF_TEN = re.compile(
-    r"([-+]?) ?(\d+\.\d+) ?(?:\\times|\\cdot) ?10 ?\^ ?(?=\{?([-+]?\d{1,3}))(?:\{[-+]?\d+\}|\d)", re.ASCII
+    r"([-+]?) ?(\d+\.\d+) ?(?:\\times|\\cdot) ?10 ?\^ ?(?=\{?([-+]?\d{1,3}))(?:\{[-+]?\d+\}|\d+)", re.ASCII
 )
 _MARKS = (("**", "**"), ("*", "*"), ("`", "`"), ('"', '"'), ("“", "”"))
 _TRAILING = re.compile(r"(?<=\d)(?: ?(?:mm|cm|dm|km|in|ft|yd|mi)\^(?:[23]|\{[23]\}))?\.?\Z", re.ASCII)
@@ -121,6 +152,12 @@ _MEASURES = {
     "months": {"month": "1", "yr year": "12"},
     "mass": {"mg milligram": "1/1000", "g gram": "1", "kg kilogram": "1000"},
     "volume": {"ml milliliter millilitre": "1/1000", "l liter litre": "1"},
+    "speed": {
+        "m/s": "1", "km/s": "1000", "cm/s": "1/100", "m/min": "1/60", "km/h kmh kph": "5/18", "ft/s": "3048/10000",
+        "mi/h mph": "1609344/3600000",
+    },
+    "degrees Celsius": {"celsius": "1"},
+    "degrees Fahrenheit": {"fahrenheit": "1"},
 }  # fmt: skip
 _UNITS = {
     name: (measure, Fraction(size))
@@ -130,9 +167,39 @@ _UNITS = {
 }
 _UNIT = re.compile(
     r"(?:(?<=[\d)}])(?: |\\[,;: ])*(?!(?:in|mi|yd|mg|ml)\b)([A-Za-z]{1,11})"
-    r"|\\(?:text|textrm|mathrm|mbox) ?\{ *([A-Za-z]{1,11})\.? *\})[\s.*$]*\Z"
+    r"|\\(?:text|textrm|mathrm|mbox) ?\{ *([A-Za-z]{1,11}(?:/[a-z]{1,3})?)\.? *\})[\s.*$]*\Z"
 )
 """The unit at the end of an answer or of a reply; 3mg may be a product of variables."""
+_SYMBOL = r"(?:[kcmMµn]?(?:m|s|g|N|J|W|V|A|Pa|mol|rad|L|l|Hz)|min|hr?|ft|in|mi|yd|lb|gal|day|year|person|K)"
+_AMOUNT = re.compile(
+    r"(?<=[\d)}%])(?: |~|\\[,;: ])+("
+    rf"{_SYMBOL}(?:[ ·*]{_SYMBOL})*(?:\^\{{?\d\}}?)?(?:/{_SYMBOL}(?:\^\{{?\d\}}?|[²³])?)+"
+    rf"|(?!.*\b(?:choose|times|over|plus|minus|divided|and|or|mod|infinity|infty|inf|{_PART})\b)"
+    r"(?:[a-z]+ +)*[a-z]{4,}(?: +[a-z]+)*"
+    r")\.?\Z"
+)
+"""A unit of several symbols, or words, after a number and a space at the end of an answer: ``5 m/s``, ``3 people``."""
+_WITHIN_TEXT = re.compile(
+    r"\\(?:text|textrm|mbox|mathrm) ?\{ *([-+]?\\?\$?\d[\d.,]*(?:/\d+)?)(?: +([A-Za-z][^{}]*))?\}", re.ASCII
+)
+_TEMPERATURE = re.compile(
+    r" *(?:\^ ?\{? ?\\circ ?\}?|\bdegrees?) *(?:\\[,;: ])*"
+    r"(?:\\(?:text|textrm|mathrm|mbox) ?\{ *(?:\\circ)? *(?P<text>[CFcf])[a-z]* *\}"
+    r"|(?P<bare>[CF])(?:elsius|ahrenheit)?)\.?\Z"
+)
+_MONEY = re.compile(
+    r"[€£¥₹₩]|\\(?:euro|pounds|yen)(?![A-Za-z])|(?<=\d) ?(?:USD|EUR|GBP|JPY|INR|CHF)\.?\Z"
+    r"|\A(?:USD|EUR|GBP|JPY|INR|CHF|Rs\.?|US) ?(?=\\?\$?\d)"
+)
+"""Signs and codes of currencies beside a number; math-verify reads the dollar."""
+_SPACE = r"(?:[\s.:~]|\\[,;:! ]|\\q?quad(?![A-Za-z]))"
+_CHOICE = re.compile(
+    r"\A(?:\\(?:text|textbf|textrm|mathrm|mathbf|mbox) ?\{ *\(?([A-J])[).:]? *\}"
+    rf"|\(([A-J])\)(?={_SPACE}|\\text)|([A-J])\)(?=\s|\Z)){_SPACE}*+"
+    r"((?![-+*/^=<>_&|]|\\(?:cup|cap|times|cdot|div|pm|setminus|subset|in|to|leq?|geq?|neq?|equiv)(?![A-Za-z])).*)\Z",
+    re.DOTALL,
+)
+"""A choice at the beginning of an answer, and the text of the choice."""
 
 LONGEST_ANSWER = 10_000
 """Characters of an answer: longer ones are no expression that a person wrote."""
@@ -160,13 +227,13 @@ def significant_digits(latex: str) -> int:
     return len(number[1].replace(".", "").strip("0")) if number is not None else 0
 
 
-def reply_latex(text: str) -> str | None:
+def reply_latex(text: str, *, words: bool = False) -> str | None:
     r"""A reply as math-verify shall read it: the content of its last ``\boxed{…}`` alone, the whole text without one.
-    None for a reply whose last box is empty, unfinished or unclear."""
+    None for a reply whose last box is empty, unfinished or unclear. With ``words`` a reply may end with any word."""
     boxed = _last_box(text)
     if boxed is None:
         end = text[-_END:]
-        named = _NAMED.search(end)
+        named = (_NAMED_WORD if words else _NAMED).search(end)
         if named is not None:
             return clear(named[1])
         last = [one for found in _MATHEMATICS.finditer(end) for one in found.groups() if one][-1:]
@@ -188,7 +255,7 @@ def clear(text: str) -> str | None:
     content = _unwrapped(text)
     if _RANGE.search(content):
         return None
-    content = _STOP.sub("", _TRAILING.sub("", _written(content)))
+    content = _in_words(_STOP.sub("", _TRAILING.sub("", _written(content, whole=True))))
     power = _POWER_OF_TEN.fullmatch(content)
     if power is not None:  # exact, where math-verify multiplies floats
         content = power[1] + _digits(Decimal(f"{power[2]}e{power[3]}"))
@@ -261,15 +328,39 @@ def _unwrapped(text: str) -> str:
     return text
 
 
-def _written(text: str) -> str:
-    """The text with every number as digits and a point, and Unicode's mathematics as LaTeX."""
-    text = spelt_in_ascii(text)
+def _in_words(content: str) -> str:
+    """An answer whose units are text, which math-verify leaves out."""
+    content = _WITHIN_TEXT.sub(lambda found: found[1] + (rf"\text{{ {found[2]}}}" if found[2] else ""), content)
+    content = _MONEY.sub("", content).strip()
+    if (found := _TEMPERATURE.search(content)) is not None:
+        scale = "celsius" if (found["text"] or found["bare"]).upper() == "C" else "fahrenheit"
+        return rf"{content[: found.start()]}\text{{ {scale}}}"
+    return _AMOUNT.sub(lambda found: rf"\text{{ {found[1]}}}", content)
+
+
+def split_choice(latex: str) -> tuple[str, str]:
+    """The letter of a choice that an answer in a box begins with, and the rest: ``(D) 12``. "" for one without."""
+    box = _last_box(latex) or ""
+    if (alone := re.fullmatch(r"\(?([A-J])\)?", _bare(box))) is not None:
+        return alone[1], ""
+    found = _CHOICE.match(box)
+    return ("", box) if found is None else (found[1] or found[2] or found[3], found[4].strip())
+
+
+def _written(text: str, *, whole: bool = False) -> str:
+    """The text with every number as digits and a point, and Unicode's mathematics as LaTeX. ``whole``: it is one
+    answer, in which powers and names are those of mathematics."""
+    text = _ANGLES.sub(lambda found: "(" if found["side"] == "l" else ")", _COLOR.sub("", spelt_in_ascii(text)))
+    text = _STYLED.sub(lambda found: found[1] or found[2], _TIMES_TEN.sub(r"\\times ", text))
+    if whole and not re.fullmatch(_FUNCTIONS, _WRAPPED.sub(r"\1", text)):
+        text = _BASE.sub(r"\\log_{\1}", _INFINITY.sub(r"\\infty", _POWER.sub(_power, text)))
+        text = _NAME.sub(lambda found: rf"\{found['wrapped'] or found['bare']} ", text)
     if not text.isascii():
         text = _POWERS.sub(
             lambda found: f"^{{{unicodedata.normalize('NFKC', found[0]).replace(chr(0x2212), '-')}}}", text
         )
-        text = _ROOT.sub(r"\\sqrt{\1}", text)
         text = "".join(_fraction(char) for char in text).translate(_SYMBOLS)
+    text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
     text = _FRACTION.sub(lambda found: rf"\{found[1]}frac{{{found[2].strip('{}')}}}{{{found[3].strip('{}')}}}", text)
     text = _REPEATING.sub(_repeated, text.replace("~", " ").replace(r"\varnothing", r"\emptyset"))
     text = _MIXED.sub(_improper, _PER_CENT.sub("%", text))
@@ -281,6 +372,10 @@ def _digits(number: Decimal) -> str:
     """A number without an exponent."""
     whole = number == number.to_integral_value()
     return f"{number.quantize(Decimal(1)) if whole and number.adjusted() < 25 else number:f}"
+
+
+def _power(found: re.Match[str]) -> str:
+    return f"^{{{found[1]}}}" if found[1] else "^"
 
 
 def _fraction(char: str) -> str:

@@ -40,6 +40,7 @@ from rookery.environments.verifiers.expressions import (
     reply_latex,
     same_text,
     significant_digits,
+    split_choice,
     without_unit,
 )
 from rookery.environments.warm_processes import WarmProcesses
@@ -364,11 +365,18 @@ def prepare_math() -> Callable[..., Any]:
     def score(reply: str = "", expected: str = "", answers: list[str] | None = None) -> bool | list[bool] | None:
         if answers is not None:
             return [as_written(answer) or _is_read(expressions(answer)) for answer in answers]
-        gold, latex = expressions(expected), reply_latex(reply)
+        gold, latex = expressions(expected), reply_latex(reply, words=as_written(expected))
         if not as_written(expected) and not _is_read(gold):
             return None
         if latex is None:
             return False
+        (choice, text), (chosen, other_text) = split_choice(expected), split_choice(latex)
+        if choice and chosen:
+            return choice == chosen
+        if text and choice:
+            expected = rf"\boxed{{{text}}}"
+        elif chosen and other_text:
+            latex = rf"\boxed{{{other_text}}}"
         if as_written(expected) or as_written(latex):
             return same_text(expected, latex)
         (expected, measure, size), (latex, other, other_size) = without_unit(expected), without_unit(latex)
@@ -379,7 +387,7 @@ def prepare_math() -> Callable[..., Any]:
             gold, given = (expressions(text, folds=True) for text in (expected, latex))
         if measure and other and size != other_size and given and isinstance(given[0], Expr):
             given = [given[0] * Rational(other_size / size)]
-        sides = [(gold, given), *_without_per_cent(gold, given)]
+        sides = [_in_order(gold, given), *_without_per_cent(gold, given)]
         return any(verify(*both, **precision(both[0][0], expected), timeout_seconds=None) for both in sides)
 
     score("1", "$1$")
@@ -403,6 +411,28 @@ def _folds(*sides: Sequence[Any]) -> bool:
             return False
         capitals |= any(name != name.lower() for name in names)
     return capitals
+
+
+def _in_order(gold: Sequence[Any], given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Both sides, where one is the values of several variables and the other a tuple as two tuples, in the order of the
+    variables' names: math-verify compares such sides without regard to the order."""
+    from sympy import Eq, FiniteSet, Interval, Symbol, Tuple
+
+    def values(side: Sequence[Any]) -> Any:
+        equations = side[0].args if side and isinstance(side[0], FiniteSet) else ()
+        names = {one.lhs for one in equations if isinstance(one, Eq) and isinstance(one.lhs, Symbol)}
+        if len(equations) < 2 or len(names) < len(equations):
+            return None
+        return Tuple(*(one.rhs for one in sorted(equations, key=lambda one: one.lhs.name)))
+
+    def listed(side: Sequence[Any]) -> bool:
+        return bool(side) and isinstance(side[0], Interval | Tuple)
+
+    if (named := values(gold)) is not None and listed(given):
+        return [named], given
+    if (named := values(given)) is not None and listed(gold):
+        return gold, [named]
+    return gold, given
 
 
 def _without_per_cent(gold: Sequence[Any], given: Sequence[Any]) -> list[tuple[list[Any], list[Any]]]:

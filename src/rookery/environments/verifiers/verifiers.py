@@ -14,7 +14,6 @@ import logging
 import math as math_module
 import re
 import time
-import unicodedata
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -254,9 +253,8 @@ class Number(VerifierOptions):
 
 @lru_cache(maxsize=128)
 def _compile(pattern: str) -> regex.Pattern[str]:
-    """The pattern, composed as the replies are."""
-    composed = unicodedata.normalize("NFC", pattern)
-    return regex.compile(_LITERAL_BRACE.sub(lambda found: found[1] or r"\{", composed))
+    """The pattern, written as the replies are read: one with a no-break space would match nothing."""
+    return regex.compile(_LITERAL_BRACE.sub(lambda found: found[1] or r"\{", spaced(pattern)))
 
 
 class Regex(VerifierOptions):
@@ -428,13 +426,15 @@ class Json(AnyVerifier):
 
 class Math(VerifierOptions):
     r"""Right when math-verify finds the reply's last `\boxed{…}`, or without a box its last expression, in LaTeX or
-    plain text, equal to the answer: a number, or one expression in LaTeX. Words, sequences of capital letters (`BCA`),
-    several lines, sets with a condition and answers that begin with a relation are compared as they are written; a
-    reply without a box may end with such letters or a choice. A capital letter is the small one, unless the answer or
-    the reply has both, as `R - r` has. A per cent sign may be missing: `12.5\%` equals 12.5 and 0.125. A unit may be
-    missing; lengths, times, masses in grams and volumes in litres are compared with their units, others without. Needs
-    the `math` extra. A comparison that takes more than 5 seconds of processor time, or fails, is wrong and counted as
-    `unjudged`. It has the common options only."""
+    plain text, equal to the answer: a number, or one expression in LaTeX or as programs write it (`pi/2`, `sqrt(3)`,
+    `x**2`). Words, sequences of capital letters (`BCA`), several lines, sets with a condition and answers that begin
+    with a relation are compared as they are written; a reply without a box may end with such letters, a choice or a
+    word. Of two choices the letters count (`(D) 12`), of one its letter or its text. A capital letter is the small one,
+    unless the answer or the reply has both, as `R - r` has. A per cent sign may be missing: `12.5\%` equals 12.5 and
+    0.125. A unit or a currency may be missing; lengths, times, masses in grams, volumes in litres, speeds and degrees
+    Celsius or Fahrenheit are compared with their units, others without. Needs the `math` extra. A comparison that takes
+    more than 5 seconds of processor time, or fails, is wrong and counted as `unjudged`. It has the common options
+    only."""
 
     name: Literal["math"] = "math"
     _pool: VerifierPool = PrivateAttr(default_factory=lambda: VerifierPool("math"))
@@ -548,16 +548,20 @@ _NAMED_SCORE = re.compile(
 )
 """A number that begins the answer, or is named as the score, before text that explains it."""
 
+_SCORES = ("score", "rating", "grade", "mark")
+"""Fields of a judge's answer in JSON that hold the score."""
+
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class Judge(AnyVerifier):
     """Another policy of the job reads the conversation with a question about the reply, and its answer is the reward:
-    its last score as `8/10` or as `Score: 8` before an explanation, unless a number after a colon or alone on a line
-    ends the answer, else the last number in it, divided by `scale`. An answer whose number is not from 0 to `scale`, or
-    without one, is 0 and counts in the metric `unjudged`; so does an answer that `max_tokens` ended, unless it has such
-    a score, and a reply that leaves a judging policy no room in its context or no turn. A frozen policy judges alike
-    for the whole job: `policies: {main: {}, judge: {train: false, base: true}}`."""
+    the field `score` of a JSON object in it, else its last score as `8/10` or as `Score: 8` before an explanation,
+    unless a number after a colon or alone on a line ends the answer, else the last number in it, divided by `scale`. An
+    answer whose number is not from 0 to `scale`, or without one, is 0 and counts in the metric `unjudged`; so does an
+    answer that `max_tokens` ended, unless it has such a score, and a reply that leaves a judging policy no room in its
+    context or no turn. A frozen policy judges alike for the whole job:
+    `policies: {main: {}, judge: {train: false, base: true}}`."""
 
     name: Literal["judge"] = "judge"
     policy: Name | None = None
@@ -623,6 +627,11 @@ class Judge(AnyVerifier):
 
     def _number(self, text: str) -> Decimal | None:
         """The score in an answer; None where there is none, or it is not readable."""
+        for answer, _, _ in objects(text, json_module.JSONDecoder(), OBJECTS_TRIED):
+            given = [value for name, value in answer.items() if name.lower() in _SCORES]
+            named = [plain_number(value) if isinstance(value, str) else decimal_of(value) for value in given]
+            if len(named) == 1 and named[0] is not None:
+                return named[0]
         scale = re.escape(f"{self.scale:g}") + r"(?:\.0+)?"
         between = r"(?:\(?(?:/|of)|(?:[A-Za-z]{1,12}[*_\s]{1,4})?\(?out of)"
         scored = rf"(\d)[*_)\]\s]{{0,8}}{between}[*_\s]{{0,8}}{scale}(?![.,]?\d)"  # 8/10, 8 points out of 10
