@@ -1,6 +1,6 @@
 // The page: who is signed in, which view is open, and the frame around it.
 import { render } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { call, get, temporary } from "./api.js";
 import { parseRoute } from "./format.js";
 import { Boundary, Empty, Problem, html, switchTheme, useTitle } from "./parts.js";
@@ -64,7 +64,7 @@ function Titled({ text, children }) {
 /** Where a link was followed by the keyboard and is there no more, the keyboard continues at the beginning of the view. */
 function useFocus(place) {
   const before = useRef(place);
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (before.current !== place && document.activeElement === document.body) document.querySelector("main")?.focus();
     before.current = place;
   }, [place]);

@@ -1,6 +1,6 @@
 // Small pieces that all views share.
 import { Component, h } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import htm from "htm";
 import { isNumber, number, sparkPath } from "./format.js";
 
@@ -51,7 +51,7 @@ export function switchTheme() {
 /** A button of an act that cannot be undone: it asks first. `verb` is the act, as in "revoke". */
 export function Confirmed({ verb, question, about = "", small = false, disabled = false, onYes }) {
   const [asked, setAsked] = useState(false), box = useRef(null), before = useRef(false), size = small ? " small" : "";
-  useEffect(() => { // the focused button is replaced: the keyboard continues where the question stands
+  useLayoutEffect(() => { // the focused button is replaced: at once, the keyboard continues where the question stands
     if (asked || before.current) box.current.querySelector("button:last-of-type").focus();
     before.current = asked;
   }, [asked]);
