@@ -56,6 +56,9 @@ class Account:
     """How that text ends."""
     switches: bool
     """Whether it may change its version while it runs."""
+    ref: protocol.AdapterRef | None
+    """The version that it was asked of last. Of another one it is another text, unless it switches: an evaluation that
+    begins again after a pause has the newest versions of its other policies."""
     refs: set[tuple[str, int]] = field(default_factory=set)
     """Versions that it was given."""
     received: int = 0
@@ -144,9 +147,11 @@ class Requests:
             self._events.fail("once", f"{request.id} is asked for twice at once", request.id)
         if account is not None and account.ended and account.run == run:
             self._events.fail("once", f"{request.id} is sampled again after its end", request.id)
-        if account is None or account.ended:
+        if account is None or account.ended or not (account.switches or account.ref == request.adapter):
             tokens, _, finish = reply_of(request.generate.seed, request.generate.max_tokens, LENGTH)
-            account = Account(request.id, request.job, run, tokens, finish, request.generate.in_flight != "finish")
+            account = Account(
+                request.id, request.job, run, tokens, finish, request.generate.in_flight != "finish", request.adapter
+            )
             self._accounts[request.id] = account
         account.run, account.asked = run, True
         if request.adapter is not None:
