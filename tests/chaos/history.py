@@ -328,14 +328,16 @@ class WatchedDatabase(Database):
                 history.added(job, groups)
             case "save_turns", (episode, turns) if result:
                 history.turned(episode, len(msgspec.msgpack.decode(b"".join(turns))))
-            case "finish_episode", (episode, state, _) if result:
-                history.closed(episode, state, named.get("trajectories", b""))
+            case "finish_episode", (episode, _) if result:
+                history.closed(episode, "done", named["trajectories"])
+            case "fail_episode", (episode, *_) if result:
+                history.closed(episode, "failed", b"")
             case "finish_group", (group, state, _):
                 history.grouped(group, state)
             case "drop_groups", _:
                 for group in result:
                     history.grouped(group, "dropped", named.get("policy", ""))
-            case "commit_step", _:
-                history.committed(named["job"], result, named["lease"], named["groups"])
+            case "commit_step", (version, of):
+                history.committed(of.job, result, version.lease, of.groups)
             case "retire_version", (policy, version):
                 history.retired(policy, version)

@@ -59,7 +59,7 @@ class AnyOrder(RuleBasedStateMachine):
         ordinal = data.draw(st.sampled_from(sorted(self.states)))
         group = new_group(ordinal)
         for episode in group.episodes:
-            closed = self.database.write(jobs.finish_episode, episode.id, "done", 1.0, trajectories=b"x")
+            closed = self.database.write(jobs.finish_episode, episode.id, 1.0, trajectories=b"x")
             assert closed == (self.states[ordinal] == "open")
         if self.states[ordinal] != "open":
             with pytest.raises(Conflict):

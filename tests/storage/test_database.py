@@ -71,6 +71,7 @@ from rookery.storage.models import EpisodeRow, JobRow, PolicyRow, SessionRow, Sp
 from rookery.storage.repositories import episodes, jobs, runs, secrets, sessions, spans, tenants
 from rookery.storage.repositories import versions as version_rows
 from rookery.storage.repositories.episodes import EpisodeChoice, FoundEpisodes
+from rookery.storage.repositories.versions import JobCommit, NextVersion
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +363,7 @@ def test_a_restart_finds_open_and_ready_groups_with_their_turns(url: str, databa
     assert database.write(jobs.save_turns, "job-g0-1", [b"one turn"], version=3, host_instance="host")
     assert database.write(jobs.save_turns, "job-g0-1", [b"two turns"])
     make_ready(database, new_group(1), version=2)
-    database.write(jobs.finish_episode, "job-g2-0", "failed", 5.0, error="TimeoutError: late")
+    database.write(jobs.fail_episode, "job-g2-0", 5.0, "TimeoutError: late")
     database.write(jobs.finish_group, "job-g2", "failed", 6.0, reason="one member left")
     database.close()
 
@@ -383,8 +384,8 @@ def test_a_restart_finds_open_and_ready_groups_with_their_turns(url: str, databa
 def test_closed_groups_and_episodes_do_not_change(database: Database) -> None:
     submit(database)
     database.write(jobs.add_groups, "job", [new_group(n) for n in range(4)])
-    assert database.write(jobs.finish_episode, "job-g0-0", "done", 2.0, reward=1.0)
-    assert not database.write(jobs.finish_episode, "job-g0-0", "failed", 3.0, error="late")
+    assert database.write(jobs.finish_episode, "job-g0-0", 2.0, trajectories=b"", reward=1.0)
+    assert not database.write(jobs.fail_episode, "job-g0-0", 3.0, "late")
     assert not database.write(jobs.save_turns, "job-g0-0", [b"late"])
     assert not database.write(jobs.save_turns, "nothing", [b""])
     with pytest.raises(Conflict, match="1 open episodes"):
@@ -411,7 +412,6 @@ def test_recent_episodes_and_their_trimming(database: Database) -> None:
         database.write(
             jobs.finish_episode,
             group.episodes[0].id,
-            "done",
             10.0 + n,
             trajectories=b"t%d" % n,
             reward=n / 2,
@@ -456,7 +456,7 @@ def test_trimming_keeps_the_text_that_ended_last_and_all_that_is_needed() -> Non
             if data.draw(st.booleans()):
                 time, texts = float(data.draw(st.integers(1, 4))), data.draw(st.sampled_from([b"", b"text"]))
                 ended[member.id] = (-time, member.id)
-                database.write(jobs.finish_episode, member.id, "done", time, trajectories=texts)
+                database.write(jobs.finish_episode, member.id, time, trajectories=texts)
         for group in groups:
             complete = all(one.id in ended for one in group.episodes)
             states[group.id] = data.draw(st.sampled_from(["open", "failed", *(["ready"] if complete else [])]))
@@ -509,7 +509,7 @@ def test_trimming_reads_what_ended_since_the_last_time(
         for group in groups:
             for one in group.episodes:
                 text = b"" if empty else b"t"
-                database.write(jobs.finish_episode, one.id, "done", clock * group.ordinal, trajectories=text)
+                database.write(jobs.finish_episode, one.id, clock * group.ordinal, trajectories=text)
             database.write(jobs.finish_group, group.id, "failed", clock * group.ordinal)
         with database.writing() as connection:
             driver: Any = connection.connection.driver_connection
@@ -591,7 +591,7 @@ def test_a_view_reads_as_many_texts_as_memory_is_to_hold(database: Database, mon
     group = new_group(0, members=5)
     database.write(jobs.add_groups, "job", [group])
     for number, episode in enumerate(group.episodes):
-        database.write(jobs.finish_episode, episode.id, "done", float(number), trajectories=b"x" * 100, reward=1.0)
+        database.write(jobs.finish_episode, episode.id, float(number), trajectories=b"x" * 100, reward=1.0)
     for most, texts in ((50, 1), (100, 1), (299, 2), (300, 3), (10_000, 5)):
         monkeypatch.setattr(episodes, "GROUP_BYTES", most)
         found = database.read(episodes.get_group, "alice", "job", group.id).episodes
@@ -747,17 +747,8 @@ def test_retiring_versions_and_evaluating_them(database: Database) -> None:
         commit(database, lease, step - 1 if step else None, [], step)
     same = database.write(
         version_rows.commit_step,
-        job="job",
-        policy="job-main",
-        lease=lease,
-        parent=2,
-        manifest=manifest("job-0"),
-        groups=[],
-        step=3,
-        counters={},
-        rng={},
-        metrics=[],
-        time=5.0,
+        NextVersion(policy="job-main", lease=lease, parent=2, manifest=manifest("job-0"), step=3, time=5.0),
+        JobCommit(job="job", counters={}, rng={}),
     )
     assert same.hash == manifest("job-0").hash
     with pytest.raises(Conflict):
@@ -908,7 +899,7 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
     database.write(jobs.add_groups, "job", [new_group(0), new_group(1)])
     group = make_ready(database, new_group(0))
     failed = new_group(1).episodes[0].id
-    database.write(jobs.finish_episode, failed, "failed", 2.0, error="ValueError")
+    database.write(jobs.fail_episode, failed, 2.0, "ValueError")
     lease = database.write(jobs.next_lease, "job-main")
     commit(database, lease, None, [group], 0)
     assert commit(database, lease, 0, [], 1) == 1
@@ -1004,9 +995,9 @@ def end_episodes(database: Database, texts: Sequence[str], failed: Collection[in
     for number, (episode, words) in enumerate(zip(group.episodes, texts, strict=True)):
         time = float(number // 2)
         if number in failed:
-            database.write(jobs.finish_episode, episode.id, "failed", time, error=words)
+            database.write(jobs.fail_episode, episode.id, time, words)
         else:
-            database.write(jobs.finish_episode, episode.id, "done", time, trajectories=words.encode())
+            database.write(jobs.finish_episode, episode.id, time, trajectories=words.encode())
     return [f"job-g0-{n}" for n in sorted(range(len(texts)), key=lambda n: (-(n // 2), f"job-g0-{n}"))]
 
 
@@ -1058,9 +1049,15 @@ def take_step(
 ) -> None:
     """Commit the policy's step ``step``, the job's step ``number``; 0 is version 0."""
     database.write(
-        version_rows.commit_step, job=job, policy=f"{job}-{policy}", lease=lease, parent=step - 1 if step else None,
-        manifest=manifest(f"{job}-{policy}-{step}"), groups=[], step=step, counters={}, rng={}, time=4.0,
-        metrics=[{"step": number, "reward": reward}] if step else [], job_step=number if several else None,
+        version_rows.commit_step,
+        NextVersion(
+            policy=f"{job}-{policy}", lease=lease, parent=step - 1 if step else None,
+            manifest=manifest(f"{job}-{policy}-{step}"), step=step, time=4.0,
+        ),
+        JobCommit(
+            job=job, metrics=[{"step": number, "reward": reward}] if step else [], counters={}, rng={},
+            job_step=number if several else None,
+        ),
     )  # fmt: skip
 
 
@@ -1310,7 +1307,7 @@ def test_a_step_shows_the_groups_that_its_policy_trained_on(database: Database) 
     database.write(jobs.add_groups, "job", groups)
     for group in groups:
         for episode in group.episodes:
-            database.write(jobs.finish_episode, episode.id, "done", 2.0, trajectories=b"tokens", reward=1.0, version=0)
+            database.write(jobs.finish_episode, episode.id, 2.0, trajectories=b"tokens", reward=1.0, version=0)
         database.write(jobs.finish_group, group.id, "ready", 3.0, min_version=0, policies=names)
     leases, wanted, step = {name: database.write(jobs.next_lease, name) for name in names}, {}, 0
     for version in range(12):
@@ -1318,10 +1315,14 @@ def test_a_step_shows_the_groups_that_its_policy_trained_on(database: Database) 
             ids = [groups[number].id for number in taken] if version < 11 or name == "job-b" else []
             step += 1
             made = database.write(
-version_rows.commit_step,
-                job="job", policy=name, lease=leases[name], parent=version - 1 if version else None,
-                manifest=manifest(f"{name}-{version}"), groups=ids, step=version + 1, counters={}, rng={},
-                metrics=[{"step": step, "reward": 0.5}], time=4.0, job_step=step,
+                version_rows.commit_step,
+                NextVersion(
+                    policy=name, lease=leases[name], parent=version - 1 if version else None,
+                    manifest=manifest(f"{name}-{version}"), step=version + 1, time=4.0,
+                ),
+                JobCommit(
+                    job="job", groups=ids, metrics=[{"step": step, "reward": 0.5}], counters={}, rng={}, job_step=step
+                ),
             )  # fmt: skip
             assert database.read(episodes.version_of_step, "alice", "job", step) == (made.version, name)
             wanted[step] = set(ids)
@@ -1694,19 +1695,11 @@ def _round_trip(url: str, values: dict[str, Any], words: str, blob: bytes) -> No
         jobs.submit_job, JobRow(id="job2", tenant="alice", name="", spec={}, created=0.0, idempotency_key=words), []
     )
     assert not created and again.spec == row.spec == values
-    database.write(jobs.add_groups, "job", [new_group(0, members=1)])
+    database.write(jobs.add_groups, "job", [new_group(0)])
     episode = "job-g0-0"
     database.write(jobs.save_turns, episode, [blob])
-    database.write(
-        jobs.finish_episode,
-        episode,
-        "failed",
-        1.0,
-        trajectories=blob,
-        reward=0.1,
-        metrics={"x": math.nan},
-        error=words + "!",
-    )
+    database.write(jobs.finish_episode, episode, 1.0, trajectories=blob, reward=0.1, metrics={"x": math.nan})
+    database.write(jobs.fail_episode, "job-g0-1", 1.0, words + "!")
     ((_, stored),) = database.read(jobs.recent_episodes, "alice", "job", 1)
     assert isinstance(stored, EpisodeRow)
     assert (stored.turns, stored.trajectories, stored.reward) == (blob, blob, 0.1)

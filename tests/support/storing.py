@@ -35,7 +35,7 @@ from rookery.storage.models import (
     SessionRow,
 )
 from rookery.storage.repositories import jobs, sessions, tenants
-from rookery.storage.repositories.versions import commit_step
+from rookery.storage.repositories.versions import JobCommit, NextVersion, commit_step
 
 
 def manifest(name: str) -> Manifest:
@@ -108,9 +108,7 @@ def future_row(id: str, tenant: str = "alice", model: str | None = None, seq: in
 
 def make_ready(database: Database, group: GroupRow, version: int = 0) -> str:
     for episode in group.episodes:
-        database.write(
-            jobs.finish_episode, episode.id, "done", 2.0, trajectories=b"tokens", reward=1.0, version=version
-        )
+        database.write(jobs.finish_episode, episode.id, 2.0, trajectories=b"tokens", reward=1.0, version=version)
     database.write(jobs.finish_group, group.id, "ready", 3.0, min_version=version)
     return group.id
 
@@ -118,17 +116,16 @@ def make_ready(database: Database, group: GroupRow, version: int = 0) -> str:
 def commit(database: Database, lease: int, parent: int | None, groups: list[str], step: int, job: str = "job") -> int:
     row = database.write(
         commit_step,
-        job=job,
-        policy=f"{job}-main",
-        lease=lease,
-        parent=parent,
-        manifest=manifest(f"{job}-{step}"),
-        groups=groups,
-        step=step,
-        counters={"steps": step},
-        rng={"drawn": step},
-        metrics=[{"step": step, "reward": 0.5, "tokens": 7.0}],
-        time=4.0,
+        NextVersion(
+            policy=f"{job}-main", lease=lease, parent=parent, manifest=manifest(f"{job}-{step}"), step=step, time=4.0
+        ),
+        JobCommit(
+            job=job,
+            groups=groups,
+            metrics=[{"step": step, "reward": 0.5, "tokens": 7.0}],
+            counters={"steps": step},
+            rng={"drawn": step},
+        ),
     )
     return row.version
 

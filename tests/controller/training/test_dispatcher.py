@@ -36,6 +36,7 @@ from rookery.simulation.fakes.trainer import FakeTrainer
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
 from rookery.storage.models import PolicyRow, VersionRow
+from rookery.storage.repositories.versions import NextVersion
 from rookery.storage.store import StorageWriter, Store
 from rookery.telemetry.spans import SpanRing
 
@@ -98,14 +99,13 @@ class Room:
         assert done.manifest is not None
         return await run.commit(self._write, done.manifest)
 
-    async def _write(
-        self, *, policy: str, lease: int, parent: int | None, manifest: protocol.Manifest, step: int, time: float
-    ) -> VersionRow:
+    async def _write(self, version: NextVersion) -> VersionRow:
         """As the transaction of a commit, with no database."""
+        parent, manifest = version.parent, version.manifest
         self.artifacts.verify(manifest.hash)
         return VersionRow(
-            tenant="alice", policy=policy, version=0 if parent is None else parent + 1, parent=parent,
-            manifest=manifest, hash=manifest.hash, size=1, step=step, created=time,
+            tenant="alice", policy=version.policy, version=0 if parent is None else parent + 1, parent=parent,
+            manifest=manifest, hash=manifest.hash, size=1, step=version.step, created=version.time,
         )  # fmt: skip
 
     def content(self, ref: protocol.AdapterRef) -> str:

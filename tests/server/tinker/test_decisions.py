@@ -22,6 +22,7 @@ from rookery.server.tinker.calls import tokenizer_of
 from rookery.settings import Settings
 from rookery.storage.db import Database
 from rookery.storage.repositories import jobs, sessions, tenants, versions
+from rookery.storage.repositories.versions import NextVersion
 from rookery.tokenization.registry import model_folder
 
 # --- order ------------------------------------------------------------------------------------------------------------
@@ -96,9 +97,9 @@ def database(tmp_path: Path) -> Iterator[Database]:
 def commit(database: Database, name: str, parent: int | None, done: int, **more: tuple[str, bytes]) -> int:
     lease = database.write(jobs.next_lease, "one-policy")
     return database.write(
-sessions.commit_model,
-        model="one", policy="one-policy", lease=lease, parent=parent, manifest=manifest(name), step=done,
-        time=5.0, done_seq=done, **more,
+        sessions.commit_model,
+        NextVersion(policy="one-policy", lease=lease, parent=parent, manifest=manifest(name), step=done, time=5.0),
+        model="one", done_seq=done, **more,
     ).version  # fmt: skip
 
 

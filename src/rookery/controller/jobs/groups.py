@@ -245,7 +245,7 @@ class Groups:
             progress.counters["episodes_failed"] += 1
             extra = {"tenant": row.tenant, "job": row.job, "version": row.version, "episode": row.id}
             log.warning("episode %s failed: %s", row.id, error, extra=extra)
-            await progress.store(jobs.finish_episode, row.id, "failed", self._clock.time(), error=str(error))
+            await progress.store(jobs.fail_episode, row.id, self._clock.time(), str(error))
             episode.end(str(error))
             return None
         self._record_end(group, "")
@@ -255,7 +255,6 @@ class Groups:
         await progress.store(
             jobs.finish_episode,
             row.id,
-            "done",
             self._clock.time(),
             trajectories=msgspec.msgpack.encode(result),
             reward=part.reward if part is not None else result.reward,

@@ -27,9 +27,10 @@ from rookery.controller.jobs.step import (
     trainer_logprobs,
 )
 from rookery.controller.training.policy_run import PolicyRun
+from rookery.controller.training.policy_versions import CommitVersion
 from rookery.scheduling.job_rules import admission_budget
 from rookery.storage.repositories import jobs
-from rookery.storage.repositories.versions import commit_step, save_step, unnamed
+from rookery.storage.repositories.versions import JobCommit, commit_step, save_step, unnamed
 
 log = logging.getLogger("rookery.controller.jobs.job")
 
@@ -50,16 +51,16 @@ def commit_of(
     groups: Sequence[str] = (),
     metrics: Sequence[dict[str, Any]] = (),
     counted: Mapping[str, int] | None = None,
-) -> Callable[..., Awaitable[Any]]:
+) -> CommitVersion:
     """The transaction that commits a version of a policy, with the groups that its steps consumed and the row of
     ``metrics`` of each of these steps, and adds ``counted`` to the job's counters."""
     counters = Counter(job.progress.counters)
     counters.update(counted or {})
-    values: dict[str, Any] = {
-        "job": job.row.id, "groups": groups, "metrics": metrics, "rng": rng, "counters": dict(counters),
-        "job_step": job.committed_steps + len(metrics) if job.spec.several_trained else None,
-    }  # fmt: skip
-    return lambda **more: job.controller.store.write(commit_step, **values, **more)
+    of = JobCommit(
+        job=job.row.id, groups=groups, metrics=metrics, rng=rng, counters=dict(counters),
+        job_step=job.committed_steps + len(metrics) if job.spec.several_trained else None,
+    )  # fmt: skip
+    return lambda version: job.controller.store.write(commit_step, version, of)
 
 
 async def prepare(job: JobContext, policy: JobPolicy, run: PolicyRun, rng: dict[str, Any]) -> None:

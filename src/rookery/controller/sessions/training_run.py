@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from math import prod
-from typing import Any
 
 import msgspec
 
@@ -32,8 +31,8 @@ from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, Futures, QueueStatus, failure
 from rookery.controller.sessions.samplers import client_seed, sampler_row
 from rookery.controller.training.dispatcher import TrainingFailed
-from rookery.controller.training.policy_run import CommitVersion, ForwardRequest, PolicyRun
-from rookery.controller.training.policy_versions import PolicyVersions
+from rookery.controller.training.policy_run import ForwardRequest, PolicyRun
+from rookery.controller.training.policy_versions import CommitVersion, PolicyVersions
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
 from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.controller.weights.store import adapter_ref
@@ -41,6 +40,7 @@ from rookery.errors import CorruptArtifact, RookeryError, StorageFull, Unavailab
 from rookery.scheduling.queues import ReorderBuffer
 from rookery.storage.models import CheckpointRow, FutureRow, ModelRow, PolicyRow, VersionRow
 from rookery.storage.repositories import jobs, sessions
+from rookery.storage.repositories.versions import NextVersion
 
 log = logging.getLogger("rookery.controller.sessions.training_run")
 
@@ -481,12 +481,11 @@ class TrainingRun:
     ) -> None:
         """Commit the next version, by ``commit(write)``, together with the operations in it and the ``result`` of
         ``future``."""
-        context, content = self._context, operations.encode(result)
-        values: dict[str, Any] = {"model": self.row.id, "done_seq": future.seq, "outcome": (future.id, content)}
+        store, content = self._context.store, operations.encode(result)
 
-        async def write(**more: Any) -> VersionRow:
+        async def write(version: NextVersion) -> VersionRow:
             async with self._storing_first():
-                return await context.store.write(sessions.commit_model, **values, **more)
+                return await store.write(sessions.commit_model, version, self.row.id, future.seq, (future.id, content))
 
         await commit(write)
         self._corrupt, self._unread = "", False

@@ -33,15 +33,11 @@ from rookery import protocol
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.quotas import OPERATION_BYTES
 from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
-from rookery.controller.training.policy_versions import PolicyVersions
+from rookery.controller.training.policy_versions import CommitVersion, PolicyVersions
 from rookery.controller.training.shares import join_batches, join_metrics, split_batch
 from rookery.controller.weights.store import WeightStore
 from rookery.errors import UserError
 from rookery.spec.policy import InFlight
-from rookery.storage.models import VersionRow
-
-CommitVersion = Callable[..., Awaitable[VersionRow]]
-"""Runs the transaction that commits a version (:meth:`PolicyVersions.commit`)."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +283,7 @@ class PolicyRun:
     ) -> protocol.AdapterRef:
         """``uploaded`` is False for an artifact that a version or a checkpoint names already."""
         async with self._training.with_ticket(self._policy, manifest.hash) if uploaded else nullcontext():
-            return await self.versions.commit(write, lease=self._lease, manifest=manifest, step=step)
+            return await self.versions.commit(write, self._lease, manifest, step)
 
     def _continue_from(self, ref: protocol.AdapterRef) -> None:
         """``ref`` is durable in the database: the next step begins from it."""

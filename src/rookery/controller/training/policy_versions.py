@@ -31,6 +31,9 @@ from rookery.telemetry.spans import SpanRing, TraceSpan
 
 log = logging.getLogger("rookery.controller.training.policy_versions")
 
+CommitVersion = Callable[[version_rows.NextVersion], Awaitable[VersionRow]]
+"""Runs the transaction that commits a version."""
+
 
 class PolicyVersions:
     def __init__(
@@ -221,21 +224,17 @@ class PolicyVersions:
             self._users[version] -= 1
 
     async def commit(
-        self,
-        write: Callable[..., Awaitable[VersionRow]],
-        *,
-        lease: int,
-        manifest: protocol.Manifest,
-        step: int,
+        self, write: CommitVersion, lease: int, manifest: protocol.Manifest, step: int
     ) -> protocol.AdapterRef:
-        """Commit the next version in one transaction, which ``write`` runs with the arguments ``policy``, ``lease``,
-        ``parent``, ``manifest``, ``step`` and ``time`` added; then it is the head."""
-        services, parent = self._services, self.head.version if self.head is not None else None
+        """Commit the next version in the transaction that ``write`` runs; then it is the head."""
+        clock, parent = self._services.clock, self.head.version if self.head is not None else None
         row = await write(
-            policy=self.row.id, lease=lease, parent=parent, manifest=manifest, step=step, time=services.clock.time()
+            version_rows.NextVersion(
+                policy=self.row.id, lease=lease, parent=parent, manifest=manifest, step=step, time=clock.time()
+            )
         )
         self._versions[row.version] = self.head = row
-        now, text = services.clock.time(), f"version {row.version} of {self.row.name}"
+        now, text = clock.time(), f"version {row.version} of {self.row.name}"
         owner = (self.row.tenant, self.row.job or "", self.row.id)
         self._spans.add(TraceSpan("commit", now, now, "", *owner, text))
         return self.ref(row.version)

@@ -366,28 +366,28 @@ def save_turns(
 def finish_episode(
     connection: Connection,
     episode: str,
-    state: Literal["done", "failed"],
     time: float,
     *,
-    trajectories: bytes = b"",
+    trajectories: bytes,
     reward: float | None = None,
     metrics: Mapping[str, Any] | None = None,
     version: int | None = None,
-    error: str = "",
     counters: Counters = None,
 ) -> bool:
-    """Close an episode; the first call wins. False if it was closed before."""
+    """Close an episode that is complete; the first call of this function or :func:`fail_episode` wins. False if it was
+    closed before."""
     values: dict[str, Any] = {
-        "state": state,
-        "trajectories": trajectories,
-        "reward": reward,
-        "metrics": dict(metrics or {}),
-        "error": error,
+        "state": "done", "trajectories": trajectories, "reward": reward, "metrics": dict(metrics or {}),
         "finished": time,
-    }
+    }  # fmt: skip
     if version is not None:
         values["version"] = version
     return _change_open_episode(connection, episode, values, counters)
+
+
+def fail_episode(connection: Connection, episode: str, time: float, error: str, *, counters: Counters = None) -> bool:
+    """As :func:`finish_episode`, of an episode that will not be complete."""
+    return _change_open_episode(connection, episode, {"state": "failed", "error": error, "finished": time}, counters)
 
 
 def find_episode(connection: Connection, episode: str) -> EpisodeStanding | None:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from sqlalchemy import Connection, bindparam, delete, exists, func, not_, or_, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.protocol import Manifest
 from rookery.storage.columns import (
     DELETED_AT_ONCE,
     Page,
@@ -38,7 +37,7 @@ from rookery.storage.models import (
     SessionRow,
     VersionRow,
 )
-from rookery.storage.repositories.versions import add_version, is_live, unnamed
+from rookery.storage.repositories.versions import NextVersion, add_version, is_live, unnamed
 
 _FINISH_FUTURE = update(FutureRow).where(FutureRow.id == bindparam("future"), FutureRow.outcome.is_(None))
 _EMPTY_CALL = update(FutureRow).where(FutureRow.id == bindparam("future"), FutureRow.model.is_(None))
@@ -155,26 +154,18 @@ def end_model(connection: Connection, id: str) -> list[str]:
 
 def commit_model(
     connection: Connection,
-    *,
+    version: NextVersion,
     model: str,
-    policy: str,
-    lease: int,
-    parent: int | None,
-    manifest: Manifest,
-    step: int,
-    time: float,
     done_seq: int,
     outcome: tuple[str, bytes] | None = None,
 ) -> VersionRow:
     """The next version of a model's policy, with the calls up to ``done_seq`` in it and, where given, the ``outcome``
     (future's id, its bytes) of the call that made it: all of it or nothing. Those calls need not be kept any more.
     Raises :class:`Conflict` as :func:`~rookery.storage.repositories.versions.commit_step` does."""
-    row = add_version(
-        connection, job=None, policy=policy, lease=lease, parent=parent, manifest=manifest, step=step, time=time
-    )
-    connection.execute(update(ModelRow).where(ModelRow.id == model).values(done_seq=done_seq, used=time))
+    row = add_version(connection, version)
+    connection.execute(update(ModelRow).where(ModelRow.id == model).values(done_seq=done_seq, used=version.time))
     if outcome is not None:
-        _write_outcome(connection, *outcome, time)
+        _write_outcome(connection, *outcome, version.time)
     over = (FutureRow.model == model) & (FutureRow.seq <= done_seq) & FutureRow.outcome.is_not(None)
     connection.execute(update(FutureRow).where(over).values(call=b""))
     return row

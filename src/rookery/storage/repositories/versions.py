@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import (
@@ -62,71 +63,71 @@ DROPPED = -1
 """In ``GroupRow.uses``: the policy will not train on the group."""
 
 
-def commit_step(
-    connection: Connection,
-    *,
-    job: str,
-    policy: str,
-    lease: int,
-    parent: int | None,
-    manifest: Manifest,
-    groups: Sequence[str],
-    step: int,
-    counters: Mapping[str, Any],
-    rng: Mapping[str, Any],
-    metrics: Sequence[Mapping[str, Any]],
-    time: float,
-    job_step: int | None = None,
-) -> VersionRow:
-    """The next version of the policy, committed. ``parent`` None makes version 0.
+@dataclass(frozen=True, kw_only=True)
+class NextVersion:
+    """A version that is about to be committed. Its artifact is durable."""
 
-    ``groups``: ids of the groups in its batches; ``step``: the policy's optimizer steps so far; ``job_step``: those of
-    all policies of a job of which several train, None where one does; ``metrics``: one row per step since ``parent``,
-    each with its number in the job under ``step``. The artifact must be durable before. Raises
-    :class:`Conflict`, and changes nothing, if the job is finished or the policy is not its, the lease is not the
-    newest, the head is not ``parent``, or a group is not ready.
-    """
-    state: dict[str, Any] = {"counters": dict(counters), "rng": dict(rng)}
-    state["step"] = step if job_step is None else job_step
-    if groups:
+    policy: str
+    lease: int
+    """Under which the policy trained."""
+    parent: int | None
+    """The version from which its steps began; None makes version 0."""
+    manifest: Manifest
+    step: int
+    """Optimizer steps of the policy so far."""
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobCommit:
+    """The part of a job that becomes visible with a version of one of its policies."""
+
+    job: str
+    groups: Sequence[str] = ()
+    """Ids of the groups in the batches of its steps."""
+    metrics: Sequence[Mapping[str, Any]] = ()
+    """One row per step since the parent, each with its number in the job under ``step``."""
+    counters: Mapping[str, Any]
+    rng: Mapping[str, Any]
+    job_step: int | None = None
+    """Optimizer steps of all policies of a job of which several train; None where one does."""
+
+
+def commit_step(connection: Connection, version: NextVersion, of: JobCommit) -> VersionRow:
+    """The next version of a job's policy, committed. Raises :class:`Conflict`, and changes nothing, if the job is
+    finished or the policy is not its, the lease is not the newest, the head is not the parent, or a group is not
+    ready."""
+    state: dict[str, Any] = {"counters": dict(of.counters), "rng": dict(of.rng)}
+    state["step"] = version.step if of.job_step is None else of.job_step
+    if of.groups:
         state["crashes"] = 0
-    if connection.execute(_CHANGE_JOB, {"job": job, **state}).rowcount == 0:
-        raise Conflict(f"job {job} is finished or does not exist")
-    rewards = [row["reward"] for row in metrics if row.get("reward") is not None]
-    row = add_version(
-        connection, job=job, policy=policy, lease=lease, parent=parent, manifest=manifest, step=step, time=time,
-        reward=max(rewards, default=None),
-    )  # fmt: skip
-    if metrics:
-        owner = "" if job_step is None else policy
-        steps = [_step_row(row.tenant, job, row.version, taken, owner) for taken in metrics]
-        connection.execute(_DELETE_STEPS, {"of": job, "after": steps[0].step - 1})
+    if connection.execute(_CHANGE_JOB, {"job": of.job, **state}).rowcount == 0:
+        raise Conflict(f"job {of.job} is finished or does not exist")
+    rewards = [row["reward"] for row in of.metrics if row.get("reward") is not None]
+    row = add_version(connection, version, of.job, max(rewards, default=None))
+    if of.metrics:
+        owner = "" if of.job_step is None else version.policy
+        steps = [_step_row(row.tenant, of.job, row.version, taken, owner) for taken in of.metrics]
+        connection.execute(_DELETE_STEPS, {"of": of.job, "after": steps[0].step - 1})
         add(connection, *steps)
-    _consume(connection, job, policy, groups, row.version)
+    _consume(connection, of.job, version.policy, of.groups, row.version)
     return row
 
 
 def add_version(
-    connection: Connection,
-    *,
-    job: str | None,
-    policy: str,
-    lease: int,
-    parent: int | None,
-    manifest: Manifest,
-    step: int,
-    time: float,
-    reward: float | None = None,
+    connection: Connection, version: NextVersion, job: str | None = None, reward: float | None = None
 ) -> VersionRow:
-    """The next version of ``policy``, now its head. Raises :class:`Conflict` unless lease and parent are the newest."""
-    owner = _check_head(connection, job, policy, lease, parent)
+    """The next version of a policy, of a ``job`` or of a client's model, now its head. Raises :class:`Conflict` unless
+    lease and parent are the newest."""
+    policy, manifest = version.policy, version.manifest
+    owner = _check_head(connection, job, policy, version.lease, version.parent)
     last = connection.execute(_LAST_VERSION, {"policy": policy}).scalar()
-    version = 0 if last is None else last + 1
-    begun = {} if version else {"warm_start": None}
-    connection.execute(_CHANGE_POLICY, {"policy": policy, "head_version": version, **begun})
+    number = 0 if last is None else last + 1
+    begun = {} if number else {"warm_start": None}
+    connection.execute(_CHANGE_POLICY, {"policy": policy, "head_version": number, **begun})
     row = VersionRow(
-        policy=policy, version=version, tenant=owner.tenant, parent=parent, manifest=manifest, hash=manifest.hash,
-        size=manifest.size, step=step, created=time, reward=reward,
+        policy=policy, version=number, tenant=owner.tenant, parent=version.parent, manifest=manifest,
+        hash=manifest.hash, size=manifest.size, step=version.step, created=version.time, reward=reward,
     )  # fmt: skip
     add(connection, row)
     return row
