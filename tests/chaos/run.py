@@ -36,6 +36,7 @@ from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.fleet.events import WorkerEvent
 from rookery.controller.options import ControllerOptions
 from rookery.controller.rollout.rules import RolloutRules
+from rookery.controller.services import Services
 from rookery.errors import Conflict, StorageFull, Unavailable
 from rookery.protocol.connection import ConnectionClosed
 from rookery.settings import Settings
@@ -231,8 +232,10 @@ class Run:
                 super().on_event(event)
 
         controller = WatchedController(
-            Store(self._database, self._writer), self.artifacts, self._settings, clock=VirtualClock(),
-            ids=RandomIds(Random(f"{self.plan.seed} {self._lives}")), chat=chat_of,
+            Services(
+                settings=self._settings, clock=VirtualClock(), ids=RandomIds(Random(f"{self.plan.seed} {self._lives}")),
+                store=Store(self._database, self._writer), artifacts=self.artifacts, chat=chat_of,
+            ),
             check_environment=lambda id, options: None, jobs_folder=self._folder / "jobs",
             options=ControllerOptions(rollout_rules=RolloutRules(rollout_chunk_tokens=2), orphan_keep_seconds=0),
         )  # fmt: skip

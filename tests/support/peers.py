@@ -29,6 +29,7 @@ from rookery import protocol
 from rookery.clock import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.options import ControllerOptions, LocalWorkers
+from rookery.controller.services import Services
 from rookery.controller.views import JobView
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import UserError
@@ -520,12 +521,14 @@ class Service:
         self.lives += 1
         self.writer = MortalWriter(calls_left, after, self.make_writer())
         self.controller = Controller(
-            Store(self.database, self.writer),
-            self.artifacts,
-            self.settings,
-            clock=self.clock,
-            ids=RandomIds(Random(self.lives)),
-            chat=chat,
+            Services(
+                settings=self.settings,
+                clock=self.clock,
+                ids=RandomIds(Random(self.lives)),
+                store=Store(self.database, self.writer),
+                artifacts=self.artifacts,
+                chat=chat,
+            ),
             check_environment=lambda id, options: None,
             jobs_folder=self.folder / "jobs",
             options=ControllerOptions(

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from rookery.controller.services import Services
 from rookery.controller.usage import ModelUse
 from rookery.controller.validation import JobValidator, Target, may_name
 from rookery.controller.views import Completion
-from rookery.controller.weights.gc import ArtifactCollector
+from rookery.environments.models import ModelQuestion
 from rookery.errors import RookeryError, Unavailable, UserError, short
 from rookery.scheduling.slo import parse_objectives
 from rookery.storage.repositories import jobs, sessions, tenants, versions
@@ -60,20 +60,18 @@ class Completions:
         rollouts: RolloutScheduler,
         models: ModelUse,
         quotas: Quotas,
-        collector: ArtifactCollector,
         validator: JobValidator,
-        using: Callable[[protocol.AdapterRef | None], AbstractContextManager[object]],
+        keeping: Callable[[protocol.AdapterRef | None], AbstractAsyncContextManager[object]],
         answer_tokens: int = ANSWER_TOKENS,
     ) -> None:
-        """Within ``using(ref)`` retention keeps the version."""
+        """Within ``keeping(ref)`` the version and its artifact are kept."""
         self._services = services
         self._fleet = fleet
         self._rollouts = rollouts
         self._models = models
         self._quotas = quotas
-        self._collector = collector
         self._validator = validator
-        self._using = using
+        self._keeping = keeping
         self._answer_tokens = answer_tokens
         self._overrides = parse_objectives(services.settings.engine.slo_overrides)
 
@@ -172,14 +170,13 @@ class Completions:
             tpot_ms=0.0 if job else tpot,
         )
         self._models.provide(target.model)
-        async with self._collector.referenced(target.adapter):
-            with self._using(target.adapter):
-                try:
-                    return await self._rollouts.sample(
-                        SamplingRequest(tenant, job or name, target.model, generate, bool(job)), on_tokens
-                    )
-                except GenerationFailed as error:
-                    raise schema_problem(error) or error from None
+        async with self._keeping(target.adapter):
+            try:
+                return await self._rollouts.sample(
+                    SamplingRequest(tenant, job or name, target.model, generate, bool(job)), on_tokens
+                )
+            except GenerationFailed as error:
+                raise schema_problem(error) or error from None
 
     async def sample(
         self, tenant: str, target: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
@@ -227,26 +224,23 @@ class Completions:
 
     async def _answer(self, asked: protocol.AskModel) -> Completion:
         tenant = await self._services.store.read(jobs.tenant_of, asked.job)
-        messages = [msgspec.structs.asdict(message) for message in asked.messages]
-        return await self.judge(
-            tenant, asked.model, messages, schema=asked.schema, max_tokens=asked.max_tokens,
-            temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed, job=asked.job,
+        question = ModelQuestion(
+            asked.model, [msgspec.structs.asdict(message) for message in asked.messages], asked.schema,
+            asked.max_tokens, asked.temperature, asked.top_p, asked.seed,
         )  # fmt: skip
+        return await self.judge(tenant, question, asked.job)
 
-    async def judge(
-        self, tenant: str, model: str, messages: Sequence[Message], *, schema: str, max_tokens: int, temperature: float,
-        top_p: float, seed: int, job: str = "",
-    ) -> Completion:  # fmt: skip
-        """A model's answer to a question about a reply; it follows the ``schema`` where the model's engine can. Raises
-        as :meth:`open` and :meth:`generate` do."""
-        found, chat = await self.open(tenant, model)
-        prepared = await self._services.threads(self.prepare, found, chat, messages)
-        logits: protocol.LogitsParams | None = protocol.LogitsParams(schema=schema, top_p=top_p)
+    async def judge(self, tenant: str, question: ModelQuestion, job: str = "") -> Completion:
+        """A model's answer to a question about a reply; it follows the question's schema where the model's engine can.
+        Raises as :meth:`open` and :meth:`generate` do."""
+        found, chat = await self.open(tenant, question.model)
+        prepared = await self._services.threads(self.prepare, found, chat, question.messages)
+        logits: protocol.LogitsParams | None = protocol.LogitsParams(schema=question.schema, top_p=question.top_p)
         try:
             self.check_logits(found, logits)
         except UserError:
             logits = None
-        options = CallOptions(max_tokens, temperature, seed, kind="judge", logits=logits)
+        options = CallOptions(question.max_tokens, question.temperature, question.seed, kind="judge", logits=logits)
         with self.admitted(tenant, [prepared], options, job=job):
             result = await self.generate(tenant, prepared, options, job=job)
         return await self._completion(found, chat, prepared, result)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.offload.seeding import Seeding
+from rookery.controller.outages import Outages
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.services import Records, Services
@@ -39,3 +40,4 @@ class ControllerContext(Services):
 
     records: Records
     rooms: Rooms
+    outages: Outages

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from weakref import WeakValueDictionary
 
 from rookery import protocol
 from rookery.aio import cancel_all, restarting
-from rookery.clock import Clock, IdGenerator
 from rookery.controller.completions import Completions
 from rookery.controller.context import ControllerContext, Rooms
 from rookery.controller.deletions import Deletions
@@ -59,7 +58,7 @@ from rookery.controller.queries import JobQueries
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.elastic import ElasticPool
 from rookery.controller.rollout.scheduler import TokensReceived
-from rookery.controller.services import Records
+from rookery.controller.services import Records, Services
 from rookery.controller.sessions.sessions import Sessions
 from rookery.controller.stored_spans import StoredSpans
 from rookery.controller.timeline import WorkerTimeline
@@ -76,17 +75,13 @@ from rookery.environments.base import SplitSizes
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, shortages
 from rookery.protocol.connection import Connection
 from rookery.scheduling import crashes
-from rookery.settings import Settings
 from rookery.spec.job import JobSpec, stored_base_models
 from rookery.spec.parsing import SpecError, repeats
-from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
 from rookery.storage.repositories import jobs, tenants
 from rookery.storage.repositories import versions as version_rows
-from rookery.storage.store import Store
 from rookery.telemetry.spans import SpanRing
 from rookery.telemetry.tracing import EpisodeTracer
-from rookery.tokenization.chat import Chat
 from rookery.turns import work_of
 
 log = logging.getLogger("rookery.controller")
@@ -100,20 +95,16 @@ START_CRASHES = (
 class Controller:
     def __init__(
         self,
-        store: Store,
-        artifacts: Artifacts,
-        settings: Settings,
+        services: Services,
         *,
-        clock: Clock,
-        ids: IdGenerator,
-        chat: Callable[[str], Awaitable[Chat]],
         check_environment: Callable[[str, dict[str, Any]], SplitSizes | None],
         jobs_folder: Path,
         options: ControllerOptions | None = None,
     ) -> None:
-        """``chat(model)`` returns a base model's chat template and tokenizer, preparing the model if necessary;
-        ``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made with these."""
+        """``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made with these
+        options."""
         options = options or ControllerOptions()
+        store, artifacts, settings, clock = services.store, services.artifacts, services.settings, services.clock
         rules, plan, workers = options.rollout_rules, options.plan, options.workers
         self.jobs = JobRegistry()
         self.timeline = WorkerTimeline(clock)
@@ -130,10 +121,10 @@ class Controller:
         collector = ArtifactCollector(store, artifacts, weights)
         quotas = Quotas(settings.limits, clock, store, self.records.refused, self._models_of, self.jobs.tenants)
         rollouts = options.scheduler(fleet, weights, settings, clock, quotas.tenant_shares, rules)
+        speeds = train_speeds(plan) if plan is not None else {}
         training = TrainingDispatcher(
-            fleet, weights, collector, self.tickets, settings, clock, ids, store.transfer, quotas.tenant_shares,
-            train_speeds(plan) if plan is not None else {},
-        )  # fmt: skip
+            services, fleet, weights, collector, self.tickets, quotas.tenant_shares, speeds
+        )
         rooms = Rooms(
             fleet=fleet,
             weights=weights,
@@ -143,7 +134,7 @@ class Controller:
             hosts=EnvironmentHosts(
                 settings,
                 clock,
-                ids,
+                services.ids,
                 lambda owner: store.read(jobs.unfinished_job_ids, owner),
                 Agents(clock, options.random_bytes, lambda episode: store.read(jobs.find_episode, episode)),
             ),
@@ -159,14 +150,8 @@ class Controller:
             collector=collector,
         )
         self.context = ControllerContext(
+            **vars(services),
             rooms=rooms,
-            settings=settings,
-            clock=clock,
-            ids=ids,
-            store=store,
-            artifacts=artifacts,
-            chat=chat,
-            threads=options.threads,
             records=self.records,
             outages=Outages(store, artifacts, clock, settings.worker.heartbeat_seconds),
         )
@@ -174,7 +159,7 @@ class Controller:
         self.retries = OutageRetries(settings.limits, clock, quotas)
         self.sinks = JobSinks(self.context, self.jobs.signal, self.jobs.totals, options.sink_rules)
         self._stored_spans = StoredSpans(
-            store, self.records.spans, clock, self.context.threads, settings.server.timeline_bytes, fleet.open_spans
+            store, self.records.spans, clock, services.threads, settings.server.timeline_bytes, fleet.open_spans
         )
         self.queries = JobQueries(self.context, self.jobs, self.admission, self._stored_spans)
         self._validator = JobValidator(
@@ -182,18 +167,24 @@ class Controller:
         )
         self.add_dataset, self.add_adapter = self._validator.add_dataset, self._validator.add_adapter
         self.completions = Completions(
-            self.context, fleet, rollouts, rooms.models, quotas, collector, self._validator, self.jobs.using,
-            options.answer_tokens,
-        )  # fmt: skip
+            services, fleet, rollouts, rooms.models, quotas, self._validator, self._keeping, options.answer_tokens
+        )
         self._slots = TrainerSlots(fleet, settings, clock, quotas.tenant_shares, options.session_times.slot_wait)
         self.sessions = Sessions(self.context, self._validator, self._slots, options.session_times)
         self._deletions = Deletions(store, clock, quotas, collector, self.sessions, self)
         self.plan: PlanFollower | None = None
         if plan is not None:
-            self.plan = PlanFollower(plan, fleet, clock, options.threads.work, self.jobs.steps_left)
+            self.plan = PlanFollower(plan, fleet, clock, services.threads.work, self.jobs.steps_left)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
+
+    @asynccontextmanager
+    async def _keeping(self, ref: protocol.AdapterRef | None) -> AsyncIterator[None]:
+        """Within, the retention of a running job keeps the version, and its artifact is not deleted."""
+        async with self.context.rooms.collector.referenced(ref):
+            with self.jobs.using(ref):
+                yield
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from rookery.controller.job_sinks import SINK_RULES, SinkRules
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
 from rookery.controller.rollout.scheduler import RolloutScheduler
-from rookery.controller.services import Threads
 from rookery.controller.sessions.times import SESSION_TIMES, SessionTimes
 from rookery.controller.weights.gc import ORPHAN_KEEP_SECONDS
 from rookery.spec.fleet import Plan
@@ -36,7 +35,6 @@ class LocalWorkers:
 @dataclass(frozen=True, kw_only=True)
 class ControllerOptions:
     workers: LocalWorkers = field(default_factory=LocalWorkers)
-    threads: Threads = field(default_factory=Threads)
     plan: Plan | None = None
     """The roles that workers are given."""
     random_bytes: Callable[[int], bytes] = secrets.token_bytes

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rookery.clock import Clock, IdGenerator
-from rookery.controller.outages import Outages
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.store import Store, Writer
@@ -62,5 +61,4 @@ class Services:
     artifacts: Artifacts
     chat: Callable[[str], Awaitable[Chat]]
     """The chat template and tokenizer of a base model, prepared if they were not."""
-    threads: Threads
-    outages: Outages
+    threads: Threads = field(default_factory=Threads)

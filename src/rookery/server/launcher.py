@@ -43,7 +43,7 @@ from rookery.controller.job_sinks import SINK_RULES, SinkRules, parse_sinks
 from rookery.controller.options import ControllerOptions, LocalWorkers
 from rookery.controller.planned import plan_to_follow
 from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
-from rookery.controller.services import Threads
+from rookery.controller.services import Services, Threads
 from rookery.controller.sessions.times import SESSION_TIMES, SessionTimes
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.foreign.games import parse_games
@@ -275,17 +275,21 @@ class Service:
             lambda reason: controller.host_failed(reason),
         )
         controller = Controller(
-            Store(database, writer, transfers, readers),
-            artifacts,
-            settings,
-            clock=clock,
-            ids=ids,
-            chat=base_models.chat,
+            Services(
+                settings=settings,
+                clock=clock,
+                ids=ids,
+                store=Store(database, writer, transfers, readers),
+                artifacts=artifacts,
+                chat=base_models.chat,
+                threads=Threads(
+                    work=threads, encoders=encoders, openers=openers, checkers=checkers, senders=senders
+                ),
+            ),
             check_environment=checks.validate,
             jobs_folder=folder.jobs,
             options=ControllerOptions(
                 workers=LocalWorkers(provide=cluster.provide, release=cluster.release, scale=cluster.scale),
-                threads=Threads(work=threads, encoders=encoders, openers=openers, checkers=checkers, senders=senders),
                 plan=plan,
                 rollout_rules=self._rules.rollouts,
                 session_times=self._rules.sessions,

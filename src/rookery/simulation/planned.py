@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rookery.controller.options import ControllerOptions
 from rookery.folders import temporary_folder
 from rookery.scheduling.plan.predict import PLAYS, Device, Role, devices_of, role_of
 from rookery.simulation.clock import run
@@ -96,7 +97,7 @@ async def planned_service(
         seed=seed,
         tenants=tenants,
         settings={"flush_seconds": FLUSH_SECONDS},
-        plan=plan,
+        options=ControllerOptions(plan=plan),
     )
     await site.controller.start()
     host = site.host(

@@ -16,6 +16,7 @@ import msgspec
 from rookery.aio import cancel_all
 from rookery.controller.jobs.trajectory import decode_result
 from rookery.controller.offload.seeding import Seeding
+from rookery.controller.options import ControllerOptions
 from rookery.controller.rollout.assignment import Event
 from rookery.controller.rollout.request import InflightRequest
 from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
@@ -174,14 +175,12 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
         context=profile.reserved.context,
         seed=scenario.seed,
         tenants=tenants,
-        scheduler=mode.scheduler,
-        seeding=mode.seeding,
         settings={
             "flush_seconds": scenario.flush,
             "worker_wait_seconds": scenario.trace.seconds,  # a trace without instances pauses no job
             **scenario.settings,
         },
-        rules=scenario.rules,
+        options=ControllerOptions(scheduler=mode.scheduler, seeding=mode.seeding, rollout_rules=scenario.rules),
     )
     controller = site.controller
     await controller.start()

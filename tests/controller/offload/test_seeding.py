@@ -19,6 +19,7 @@ from rookery import protocol
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.offload.pool import RemotePool
 from rookery.controller.offload.seeding import Seeding
+from rookery.controller.options import ControllerOptions
 from rookery.protocol.connection import Outbox
 from rookery.scheduling.offload import Cycle, OffloadPlanner
 from rookery.simulation.clock import run
@@ -294,9 +295,8 @@ def play(
             context=CONTEXT,
             seed=1,
             tenants=["alice"],
-            seeding=seeding,
             settings=chosen,
-            rules=rules.rollouts,
+            options=ControllerOptions(seeding=seeding, rollout_rules=rules.rollouts),
         )
         world = SimulatedFleet(site, machine(8).model_copy(update={"train_token": train_token}))
         await site.controller.start()

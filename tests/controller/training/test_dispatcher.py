@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,6 +21,7 @@ from rookery.aio import cancel_all
 from rookery.clock import RandomIds
 from rookery.controller.fleet.events import WorkerEvent, WorkerReady
 from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.services import Services
 from rookery.controller.sessions.times import SessionTimes
 from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
 from rookery.controller.training.policy_run import ForwardRequest, PolicyRun
@@ -39,8 +39,13 @@ from rookery.storage.models import PolicyRow, VersionRow
 from rookery.storage.repositories.versions import NextVersion
 from rookery.storage.store import StorageWriter, Store
 from rookery.telemetry.spans import SpanRing
+from rookery.tokenization.chat import Chat
 
 MODEL = "smollm2-135m-instruct"
+
+
+async def _no_chat(model: str) -> Chat:
+    raise AssertionError("training needs no template")
 
 
 class Room:
@@ -58,10 +63,13 @@ class Room:
         database.create()
         store = Store(database, self.writer)
         self.collector = ArtifactCollector(store, self.artifacts, self.weights)
-        self.training = TrainingDispatcher(
-            self.fleet, self.weights, self.collector, self.tickets, self.settings, self.clock, RandomIds(),
-            self.writer, {},
+        self.services = Services(
+            settings=self.settings, clock=self.clock, ids=RandomIds(), store=store, artifacts=self.artifacts,
+            chat=_no_chat,
         )  # fmt: skip
+        self.training = TrainingDispatcher(
+            self.services, self.fleet, self.weights, self.collector, self.tickets, {}
+        )
         self.slots = TrainerSlots(self.fleet, self.settings, self.clock, {}, SessionTimes().slot_wait)
         self.workers: list[ScriptedWorker] = []
         self.leases: dict[str, int] = {}
@@ -82,8 +90,7 @@ class Room:
             return self.leases[policy]
 
         row = PolicyRow(id=policy, tenant="alice", name=policy, rank=8, alpha=16.0, targets=["q"])
-        services: Any = SimpleNamespace(clock=self.clock)
-        versions = PolicyVersions(services, SpanRing(), self.collector, row)
+        versions = PolicyVersions(self.services, SpanRing(), self.collector, row)
         return PolicyRun(self.training, self.weights, next_lease, MODEL, versions, trainers)
 
     async def begun(self) -> tuple[ScriptedWorker, PolicyRun]:

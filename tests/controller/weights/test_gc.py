@@ -85,10 +85,8 @@ class Scene:
     async def commit_version(self) -> None:
         """As a commit of trained weights does."""
         references: Any = SimpleNamespace(withdraw=lambda digest: None)
-        rest: Any = None
-        training = TrainingDispatcher(
-            rest, references, self.collector, rest, rest, rest, rest, self.store.transfer, rest
-        )  # fmt: skip
+        rest: Any = SimpleNamespace(settings=None, clock=None, ids=None, store=self.store)
+        training = TrainingDispatcher(rest, rest, references, self.collector, rest, rest)
         manifest = await self.store.transfer(self.collector.commit, self.staged(b"1"))
         async with training.with_ticket("policy", manifest.hash):
             await self.name(manifest.hash)

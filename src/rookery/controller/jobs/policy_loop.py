@@ -198,8 +198,7 @@ class PolicyLoop:
         alone = not self._job.spec.several_policies
         threads, context = self._controller.threads, self.policy.chat.context  # a batch may have millions of tokens
         request = await threads(forward_backward, self.spec, groups, context, logprobs=alone)
-        if self.versions.reference is not None:
-            request = replace(request, reference=self.versions.ref(self.versions.reference))
+        request = replace(request, reference=self.versions.reference)
         done = await self._timed(self._run.forward(request))
         self._next.add(done.metrics)
         if request.logprobs:
@@ -311,7 +310,7 @@ class PolicyLoop:
     async def end(self) -> None:
         """Evaluate the last version."""
         await self._evaluate_last()
-        self.versions.reference = None
+        self.versions.release_reference()
         await self.versions.retire()
 
     async def _evaluate_last(self) -> None:

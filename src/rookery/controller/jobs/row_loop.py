@@ -149,8 +149,7 @@ class RowLoop(PolicyLoop):
 
     def _forward(self, batch: RowBatch) -> Awaitable[Any]:
         request = batch.request
-        if self.versions.reference is not None:
-            request = replace(request, reference=self.versions.ref(self.versions.reference))
+        request = replace(request, reference=self.versions.reference)
         return self._run.forward(request)
 
     # --- held-out loss ------------------------------------------------------------------------------------------------

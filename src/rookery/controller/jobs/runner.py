@@ -18,7 +18,7 @@ from rookery.controller.jobs.job import TrainingJob
 from rookery.controller.jobs.job_context import JobContext, JobPolicy, Progress
 from rookery.controller.jobs.run_record import RunRecord
 from rookery.controller.outages import Outage, outage_of
-from rookery.controller.training.policy_versions import PolicyVersions
+from rookery.controller.training.policy_versions import PolicyVersions, Retention
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState
 from rookery.errors import (
@@ -208,14 +208,19 @@ class JobRunner:
         part, start = spec.of_policy(name), None
         if row.head_version is None:
             start = await self._validator.warm_start(row.tenant, part, row)
-        reference = 0 if part.compares_with_start else None
+        followers = tuple(
+            other.follows.every
+            for other in spec.policies.values()
+            if other.follows is not None and other.follows.policy == name
+        )
+        retention = Retention(
+            checkpoints=spec.checkpoints,
+            reference=0 if part.compares_with_start else None,
+            followers=followers,
+            keeps_first=bool(followers and spec.evaluation.prompts),
+        )
         context = self._context
-        followers = [other.follows.every for other in spec.policies.values()
-                     if other.follows is not None and other.follows.policy == name]  # fmt: skip
-        versions = PolicyVersions(
-            context, context.records.spans, context.rooms.collector, row, spec.checkpoints, reference=reference,
-            followers=followers, keeps_first=bool(followers and spec.evaluation.prompts),
-        )  # fmt: skip
+        versions = PolicyVersions(context, context.records.spans, context.rooms.collector, row, retention)
         return JobPolicy(name, spec.policies[name], part, chat, versions, start)
 
     async def _chat(self, model: str) -> Chat:

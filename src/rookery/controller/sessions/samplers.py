@@ -20,7 +20,7 @@ from rookery.aio import TaskGroup, cancel_all, in_portions
 from rookery.clock import SteadyTime
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.indexed import IndexedDict
-from rookery.controller.outages import storage_outage
+from rookery.controller.outages import Outages, storage_outage
 from rookery.controller.prompts import answer_room
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.request import SamplingRequest, SamplingResult
@@ -102,16 +102,16 @@ class Samplers:
         quotas: Quotas,
         collector: ArtifactCollector,
         futures: Futures,
+        outages: Outages,
         steady: SteadyTime,
-        idle_seconds: float,
     ) -> None:
         self._services = services
         self._fleet = fleet
         self._rollouts = rollouts
         self._quotas = quotas
         self._collector = collector
-        self._idle_seconds = idle_seconds
         self._futures = futures
+        self._outages = outages
         self._used: dict[str, float] = {}
         """Monotonic time at which each sampler's use was last stored."""
         self._steady = steady
@@ -212,13 +212,13 @@ class Samplers:
         if (resumed := self._suspended.pop(session, None)) is not None:
             resumed.set()
 
-    async def retire(self) -> None:
-        """Delete the weights of samplers without a name that were idle for ``idle_seconds`` in which a client could use
+    async def retire(self, idle_seconds: float) -> None:
+        """Delete the weights of samplers without a name that were idle for so many seconds in which a client could use
         them: not those in which the service did not run, or the machine slept."""
         services, sampling = self._services, {sample.row.id for sample in self._running.values()}
-        if self._steady.seconds < self._idle_seconds:
+        if self._steady.seconds < idle_seconds:
             return
-        for row in await services.store.read(idle_samplers, services.clock.time() - self._idle_seconds):
+        for row in await services.store.read(idle_samplers, services.clock.time() - idle_seconds):
             if row.id not in sampling:
                 self._used.pop(row.id, None)
                 with work_of(row.tenant):
@@ -268,7 +268,7 @@ class Samplers:
                 outage = error
             sample = self._running[future.id]
             sample.outage = str(outage)
-            await self._services.outages.over(outage, attempt)
+            await self._outages.over(outage, attempt)
             sample.outage, attempt = "", attempt + 1
 
     async def _sample(self, future: Future, operation: Sample, row: SamplerRow) -> SampleResult:

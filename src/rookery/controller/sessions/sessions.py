@@ -85,8 +85,8 @@ class Sessions:
         self._steady = SteadyTime(context.clock)
         rooms = context.rooms
         self.samplers = Samplers(
-            context, rooms.fleet, rooms.rollouts, rooms.quotas, rooms.collector, self.futures, self._steady,
-            times.sampler_idle,
+            context, rooms.fleet, rooms.rollouts, rooms.quotas, rooms.collector, self.futures, context.outages,
+            self._steady,
         )  # fmt: skip
         self._slots = slots
         self.runs: IndexedDict[str, TrainingRun] = IndexedDict(
@@ -201,7 +201,7 @@ class Sessions:
             if row.expires is not None and steady.tells(row.expires - row.created):
                 with work_of(row.tenant):
                     await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)
-        await self.samplers.retire()
+        await self.samplers.retire(times.sampler_idle)
         limit = times.expire
         for session in await store.read(sessions.silent_sessions, steady.before(limit)):
             if context.clock.monotonic() - self._seen.get(session.id, -math.inf) > limit:

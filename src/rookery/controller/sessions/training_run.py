@@ -32,7 +32,7 @@ from rookery.controller.sessions.futures import CLIENT_AWAY, Future, Futures, Qu
 from rookery.controller.sessions.samplers import client_seed, sampler_row
 from rookery.controller.training.dispatcher import TrainingFailed
 from rookery.controller.training.policy_run import ForwardRequest, PolicyRun
-from rookery.controller.training.policy_versions import CommitVersion, PolicyVersions
+from rookery.controller.training.policy_versions import CommitVersion, PolicyVersions, Retention
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
 from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.controller.weights.store import adapter_ref
@@ -60,7 +60,7 @@ class TrainingRun:
         self._arrived = asyncio.Event()
         self._gap_since: float | None = None
         self._versions = PolicyVersions(
-            context, context.records.spans, context.rooms.collector, policy, inflight=row.inflight
+            context, context.records.spans, context.rooms.collector, policy, Retention(inflight=row.inflight)
         )
         self._policy_run = PolicyRun(
             context.rooms.training,

@@ -21,19 +21,18 @@ from typing import ClassVar, TypeVar
 import msgspec
 
 from rookery import protocol
-from rookery.clock import BusyTime, Clock, IdGenerator
+from rookery.clock import BusyTime
 from rookery.controller.fleet.events import WorkerEvent
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.indexed import IndexedDict
+from rookery.controller.services import Services
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
 from rookery.scheduling.trainers import EQUAL, TrainingLoad, assign_trainer, is_overloaded, select_helpers
-from rookery.settings import Settings
 from rookery.storage.artifacts import Staging
-from rookery.storage.store import Writer
 from rookery.telemetry.spans import TraceSpan
 
 log = logging.getLogger("rookery.controller.training.dispatcher")
@@ -165,14 +164,11 @@ class TrainingDispatcher:
 
     def __init__(
         self,
+        services: Services,
         fleet: Fleet,
         weights: WeightStore,
         collector: ArtifactCollector,
         tickets: Tickets,
-        settings: Settings,
-        clock: Clock,
-        ids: IdGenerator,
-        transfer: Writer,
         tenant_shares: Mapping[str, float],
         speeds: Mapping[str, float] = EQUAL,
     ) -> None:
@@ -186,10 +182,8 @@ class TrainingDispatcher:
         self._weights = weights
         self._collector = collector
         self._tickets = tickets
-        self._settings = settings
-        self._clock = clock
-        self._ids = ids
-        self._transfer = transfer
+        self._settings, self._clock, self._ids = services.settings, services.clock, services.ids
+        self._transfer = services.store.transfer
         self._operations: IndexedDict[str, _InFlight] = IndexedDict(worker=lambda one: one.worker)
         """By the operation's id, those without an answer."""
         self._staged: dict[str, str] = {}
@@ -308,10 +302,6 @@ class TrainingDispatcher:
 
     def new_op(self) -> str:
         return self._ids.new("op")
-
-    def with_sources(self, worker: Worker, ref: protocol.AdapterRef) -> protocol.AdapterRef:
-        """``ref`` with the sources from which ``worker`` may read it."""
-        return self._weights.adapter_ref(worker, ref)
 
     @contextmanager
     def published_batch(self, content: bytes) -> Iterator[str]:

@@ -253,7 +253,7 @@ class PolicyRun:
         async def attempt(worker: Worker) -> protocol.OperationDone:
             operation = protocol.InitAdapter(
                 op=self._training.new_op(), policy=row.id, rank=row.rank, alpha=row.alpha, targets=list(row.targets),
-                seed=seed, source=self._training.with_sources(worker, source) if source is not None else None,
+                seed=seed, source=self._weights.adapter_ref(worker, source) if source is not None else None,
             )  # fmt: skip
             return await self._training.uploading(worker, operation)
 
@@ -423,9 +423,9 @@ class PolicyRun:
         reference = entry.reference
         return protocol.ForwardBackward(
             batch_ticket=ticket, loss=entry.loss, temperature=entry.temperature, kl_weight=entry.kl_weight,
-            reference=self._training.with_sources(position.worker, reference) if reference is not None else None,
+            reference=self._weights.adapter_ref(position.worker, reference) if reference is not None else None,
             forward_only=entry.forward_only, logprobs=entry.targets is not None or entry.logprobs,
-            gradients=[self._training.with_sources(position.worker, ref) for ref in gradients],
+            gradients=[self._weights.adapter_ref(position.worker, ref) for ref in gradients],
             **self._target(position),
         )  # fmt: skip
 
@@ -440,7 +440,7 @@ class PolicyRun:
             "weight": self._training.tenant_shares.get(self._row.tenant, 1.0),
             "policy": self._policy,
             "lease": self._lease,
-            "parent": self._training.with_sources(position.worker, self.parent),
+            "parent": self._weights.adapter_ref(position.worker, self.parent),
             "steps": position.steps,
             "operations": position.operations,
         }

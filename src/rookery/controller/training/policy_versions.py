@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rookery import protocol
 from rookery.controller.services import Services
@@ -35,6 +35,25 @@ CommitVersion = Callable[[version_rows.NextVersion], Awaitable[VersionRow]]
 """Runs the transaction that commits a version."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """The versions of a policy that are kept, besides the head and those in use."""
+
+    checkpoints: CheckpointSpec | None = None
+    """Of a job; without them no other version is kept."""
+    inflight: int | None = None
+    """The version published in flight."""
+    reference: int | None = None
+    """The version that training compares with."""
+    followers: tuple[int, ...] = ()
+    """For each policy that follows this one: the number of steps after which it takes the newest version."""
+    keeps_first: bool = False
+    """Version 0 is kept."""
+
+
+HEAD_ONLY = Retention()
+
+
 class PolicyVersions:
     def __init__(
         self,
@@ -42,24 +61,13 @@ class PolicyVersions:
         spans: SpanRing,
         collector: ArtifactCollector,
         row: PolicyRow,
-        checkpoints: CheckpointSpec | None = None,
-        inflight: int | None = None,
-        reference: int | None = None,
-        followers: Sequence[int] = (),
-        keeps_first: bool = False,
+        retention: Retention = HEAD_ONLY,
     ) -> None:
-        """``spans`` records commits. Without ``checkpoints`` only the head is kept. ``inflight`` is the version
-        published in flight, ``reference`` the one that training compares with, if any: retention keeps both,
-        with ``keeps_first`` also version 0, and what the ``followers`` use: each is the number of steps after
-        which one of them takes the newest version."""
+        """``spans`` records commits."""
         self._services = services
         self._spans = spans
         self._collector = collector
-        self._checkpoints = checkpoints
-        self._inflight = inflight
-        self.reference = reference
-        self._followers = tuple(followers)
-        self._keeps_first = keeps_first
+        self._retention = retention
         self._unfit: set[int] = set()
         """Versions whose bytes were found lost when a follower began: it takes later ones."""
         self.row = row
@@ -98,7 +106,7 @@ class PolicyVersions:
         """Read the bytes of the versions that the followers use. Where they are lost, later versions are taken. Returns
         a line for the user for each."""
         services, lines = self._services, list[str]()
-        for every in self._followers:
+        for every in self._retention.followers:
             while (row := self.followed(every)) is not None and row is not self.head:
                 try:
                     await services.store.transfer(services.artifacts.verify, row.hash)
@@ -170,17 +178,28 @@ class PolicyVersions:
         return None if version is None else self._versions[version]
 
     def _followed(self) -> set[int]:
-        rows = [self.followed(every) for every in self._followers]
+        rows = [self.followed(every) for every in self._retention.followers]
         return {row.version for row in rows if row is not None}
 
+    @property
+    def reference(self) -> protocol.AdapterRef | None:
+        """The version that training compares with; None: the base model, or training is over."""
+        version = self._retention.reference
+        return self.ref(version) if version is not None else None
+
+    def release_reference(self) -> None:
+        """Training is over; policies that follow this one may go on."""
+        self._retention = replace(self._retention, reference=None)
+
     def release(self) -> None:
-        """Training is over: retention keeps what ``checkpoints`` says, and nothing more."""
-        self.reference, self._followers, self._keeps_first = None, (), False
+        """All training is over: the checkpoints are kept, and nothing more."""
+        self._retention = Retention(checkpoints=self._retention.checkpoints, inflight=self._retention.inflight)
 
     @property
     def _held(self) -> set[int]:
-        """The versions that retention keeps whatever ``checkpoints`` says."""
-        named = {self._inflight, self.reference, 0 if self._keeps_first else None}
+        """The versions that are kept besides the checkpoints."""
+        retention = self._retention
+        named = {retention.inflight, retention.reference, 0 if retention.keeps_first else None}
         return {version for version in named if version is not None} | self._followed()
 
     @property
@@ -188,7 +207,8 @@ class PolicyVersions:
         """Whether retention keeps one version more after the next commit."""
         held = self._held
         kept = sum(row.kept for row in self._versions.values() if row.version not in held)
-        return self._checkpoints is not None and kept < self._checkpoints.keep_last
+        checkpoints = self._retention.checkpoints
+        return checkpoints is not None and kept < checkpoints.keep_last
 
     @property
     def history(self) -> list[VersionRow]:
@@ -243,7 +263,7 @@ class PolicyVersions:
         """Make the head the version that the in-flight samplers of the training run ``run`` use."""
         assert self.head is not None
         await self._services.store.write(sessions.publish_inflight, run, self.head.version)
-        self._inflight = self.head.version
+        self._retention = replace(self._retention, inflight=self.head.version)
         await self.retire()
 
     def evaluated(self, version: int, mean: float) -> None:
@@ -252,7 +272,7 @@ class PolicyVersions:
 
     async def retire(self) -> None:
         """Delete the versions that retention does not keep."""
-        checkpoints = self._checkpoints
+        checkpoints = self._retention.checkpoints
         kept = [row for row in self._versions.values() if row.kept]
         scores = {row.version: row.evaluation for row in kept}
         if not any(score is not None for score in scores.values()):  # the two do not compare: they are of other prompts

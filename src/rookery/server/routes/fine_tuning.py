@@ -400,10 +400,7 @@ async def run_grader(service: Service, owner: Owner, given: GraderRun) -> Respon
     async def asked(question: ModelQuestion) -> ModelAnswer:
         TENANT.set(owner.id)
         try:
-            answer = await service.controller.completions.judge(
-                owner.id, question.model, question.messages, schema=question.schema, max_tokens=question.max_tokens,
-                temperature=question.temperature, top_p=question.top_p, seed=question.seed,
-            )  # fmt: skip
+            answer = await service.controller.completions.judge(owner.id, question)
         except RookeryError as error:
             raise UserError(str(error)) from None
         return ModelAnswer(answer.text, answer.prompt_tokens, len(answer.tokens))

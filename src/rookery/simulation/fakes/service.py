@@ -11,6 +11,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -20,10 +21,8 @@ from rookery.aio import BackgroundTasks
 from rookery.clock import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
-from rookery.controller.offload.seeding import Seeding
 from rookery.controller.options import ControllerOptions
-from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
-from rookery.controller.rollout.scheduler import RolloutScheduler
+from rookery.controller.services import Services
 from rookery.protocol.connection import Connection
 from rookery.settings import Settings
 from rookery.simulation.clock import InlineWriter, VirtualClock
@@ -31,7 +30,6 @@ from rookery.simulation.fakes.connection import MemoryConnection, connection_pai
 from rookery.simulation.fakes.host import NO_SPEAKERS, FakeHost, fixed_turns, uniform_reward
 from rookery.simulation.fakes.text import Length, chat
 from rookery.simulation.fakes.worker import FakeWorker, worker_hello
-from rookery.spec.fleet import Plan
 from rookery.spec.machine import Machine, Workload
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
@@ -41,6 +39,9 @@ from rookery.tokenization.chat import Chat
 
 MODEL = "smollm2-135m-instruct"
 """A name that the catalogue knows; nothing of it is loaded."""
+
+
+DEFAULTS = ControllerOptions()
 
 
 Serve = Callable[[Connection], Coroutine[Any, Any, None]]
@@ -60,14 +61,11 @@ class SimulatedService:
         context: int,
         seed: int,
         tenants: Sequence[str],
-        scheduler: type[RolloutScheduler] = RolloutScheduler,
-        seeding: type[Seeding] = Seeding,
         settings: dict[str, Any] | None = None,
-        plan: Plan | None = None,
-        rules: RolloutRules = ROLLOUT_RULES,
+        options: ControllerOptions = DEFAULTS,
     ) -> None:
         """``folder`` is this run's alone; ``length`` is what the model's replies are like, ``context`` its longest
-        sequence in tokens."""
+        sequence in tokens. The source of tickets of the ``options`` is replaced by a seeded one."""
         self.length = length
         self.log = EventLog()
         self._serving = BackgroundTasks()
@@ -83,17 +81,17 @@ class SimulatedService:
             return model
 
         self.controller = Controller(
-            Store(self.database, InlineWriter()),
-            Artifacts(folder / "artifacts"),
-            self.settings,
-            clock=VirtualClock(),
-            ids=RandomIds(source),
-            chat=chat_of,
+            Services(
+                settings=self.settings,
+                clock=VirtualClock(),
+                ids=RandomIds(source),
+                store=Store(self.database, InlineWriter()),
+                artifacts=Artifacts(folder / "artifacts"),
+                chat=chat_of,
+            ),
             check_environment=lambda id, options: None,
             jobs_folder=folder / "jobs",
-            options=ControllerOptions(
-                scheduler=scheduler, seeding=seeding, plan=plan, random_bytes=source.randbytes, rollout_rules=rules
-            ),
+            options=replace(options, random_bytes=source.randbytes),
         )
 
     def worker(
