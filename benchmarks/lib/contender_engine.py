@@ -19,6 +19,7 @@ from rookery import protocol
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.engine.native.runner import WeightSets, best_runner
 from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
@@ -43,8 +44,9 @@ class Engine:
         """That of the runs before, with the room that it has made by then, as a worker's: but a group's prompt shall be
         computed, not be found in the cache of the run before."""
         if shared or rows not in self._engines:
+            runner = best_runner(self.decoder, self.loras, 4 << 30)
             self._engines[rows] = NativeEngine(
-                self.decoder, self.loras, self.decode, max_rows=rows, kv_budget_bytes=4 << 30
+                WeightSets(self.decoder, self.loras, runner), self.decode, max_rows=rows
             )
         return self._engines[rows]
 

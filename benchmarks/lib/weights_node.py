@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rookery import protocol
-from rookery.protocol.connection import Channel, stay_connected
+from rookery.protocol.connection import Channel, ServiceEndpoint, stay_connected
 from rookery.worker.transfer import peers
-from rookery.worker.transfer.cache import CacheEvents
+from rookery.worker.transfer.cache import AdapterCache, CacheEvents
 from rookery.worker.transfer.client import TransferClient
-from rookery.worker.transfer.http import RunningHash, TransferFailed
-from rookery.worker.transfer.peers import PeerServer, ServingRules, listen
+from rookery.worker.transfer.http import RunningHash, TransferFailed, service_client
+from rookery.worker.transfer.peers import PeerClient, PeerServer, ServingRules, listen
 from rookery.worker.transfer.published import ArrivingShard, PublishedArtifacts, Reads
 
 MODEL = "model"
@@ -50,9 +50,13 @@ class Node:
         self.given = given
         self.events, self.published, self.reads = CacheEvents(), Published(), Reads()
         self.transfers = TransferClient(
-            given.connect, given.cache, 1 << 40, self.ask, self.events, self.published, self.reads,
-            timeout_seconds=30.0, peer_seconds=given.peer_seconds,
-        )  # fmt: skip
+            service_client(given.connect, 30.0),
+            PeerClient(given.peer_seconds, self.reads, self.ask),
+            AdapterCache(given.cache, 1 << 40),
+            self.events,
+            self.published,
+            self.reads,
+        )
         listening, self.address = listen(given.connect, given.address, 7100)
         assert listening is not None
         self.server = PeerServer(given.cache, listening, self.published, self.reads, RULES)
@@ -141,7 +145,7 @@ class Node:
             loop.add_signal_handler(signal.SIGRTMIN + number, self.ablate, number)
         self.server.start()
         await stay_connected(
-            self.given.connect, "/wire/worker", protocol.to_worker, token="token", ca_file="", hello=self.hello,
+            ServiceEndpoint(self.given.connect, "/wire/worker", "token"), protocol.to_worker, hello=self.hello,
             converse=self.converse, ping_seconds=20.0, ping_timeout=60.0,
         )  # fmt: skip
 

@@ -31,6 +31,7 @@ from rookery import protocol
 from rookery.worker.core import GPU_SLICE_TOKENS
 from rookery.worker.device import free_bytes, fuses
 from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.engine.native.runner import WeightSets, best_runner
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder, best_dtype
 from rookery.worker.model.lora import LoraManager
@@ -231,12 +232,9 @@ class Generation:
         self._loras = LoraManager(decoder.config, decoder.dtype, decoder.device, RANK)
         for seed in range(ADAPTERS):
             self._loras.add(str(seed), trained_adapter(decoder.config, seed))
+        runner = best_runner(decoder, self._loras, free_bytes(decoder.device) // 2 if kv_bytes is None else kv_bytes)
         self._engine = NativeEngine(
-            decoder,
-            self._loras,
-            lambda tokens: "",
-            max_rows=max(load.rows),
-            kv_budget_bytes=free_bytes(decoder.device) // 2 if kv_bytes is None else kv_bytes,
+            WeightSets(decoder, self._loras, runner), lambda tokens: "", max_rows=max(load.rows)
         )
 
     def run(self, rows: int, adapters: int, prompts: int = FULL.prompts) -> tuple[int, float]:

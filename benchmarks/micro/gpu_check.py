@@ -19,7 +19,7 @@ from torch import Tensor
 from rookery import protocol
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.engine.native.runner import DenseRunner
+from rookery.worker.engine.native.runner import DenseRunner, WeightSets
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager, best_grouped_matmul
@@ -217,10 +217,8 @@ def _texts(decoder: Decoder, requests: int, *, pooled: bool) -> dict[int, tuple[
     for seed in range(2):
         loras.add(str(seed), trained_adapter(decoder.config, seed, B_DEVIATION))
     made = CudaGraphRunner if pooled else DenseRunner
-    engine = NativeEngine(
-        decoder, loras, lambda tokens: "", max_rows=requests, kv_budget_bytes=1 << 28,
-        runner=made(decoder, loras, 1 << 28),
-    )  # fmt: skip
+    weights = WeightSets(decoder, loras, made(decoder, loras, 1 << 28))
+    engine = NativeEngine(weights, lambda tokens: "", max_rows=requests)
     for request in range(requests):
         prompt = _prompt(request)
         engine.submit(

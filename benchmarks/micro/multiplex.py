@@ -34,7 +34,7 @@ from rookery import protocol
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.engine.native.runner import best_runner
+from rookery.worker.engine.native.runner import WeightSets, best_runner
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 
@@ -58,9 +58,7 @@ class Work:
         decoder = Decoder.load(folder, pack=settings.engine.pack_weights)
         loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 16)
         runner = best_runner(decoder, loras, KV_BYTES, compiled=settings.engine.cpu_kernels, cache=settings.cache)
-        self._engine = NativeEngine(
-            decoder, loras, Chat.load(folder).decode, max_rows=64, kv_budget_bytes=KV_BYTES, runner=runner
-        )
+        self._engine = NativeEngine(WeightSets(decoder, loras, runner), Chat.load(folder).decode, max_rows=64)
         self._trainer = trainer_of(decoder, 1, settings.training.slice_tokens)
         self._ids = random_ids(64, PROMPT, decoder.config.vocab)
         self._names = itertools.count()

@@ -35,7 +35,7 @@ from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.worker.engine.native.drafts import MAX_DRAFT, Speculator
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.engine.native.runner import best_runner
+from rookery.worker.engine.native.runner import WeightSets, best_runner
 from rookery.worker.engine.sampler import SamplingKey
 from rookery.worker.engine.sequences import SequenceChunk
 from rookery.worker.model.decoder import Decoder
@@ -79,10 +79,8 @@ class Model:
     def engine(self, rows: int, speculator: Speculator | None) -> NativeEngine:
         compiled = self.settings.engine.cpu_kernels
         made = best_runner(self.decoder, self.loras, KV_BYTES, compiled=compiled, cache=self.settings.cache)
-        return NativeEngine(
-            self.decoder, self.loras, self.chat.decode, max_rows=rows, kv_budget_bytes=KV_BYTES, runner=made,
-            speculator=speculator,
-        )  # fmt: skip
+        weights = WeightSets(self.decoder, self.loras, made)
+        return NativeEngine(weights, self.chat.decode, max_rows=rows, speculator=speculator)
 
     def group(self, prompt: list[int], name: str, members: range) -> Iterator[protocol.Generate]:
         for i in members:

@@ -184,7 +184,6 @@ def child(processes: int, rank: int) -> None:
     from benchmarks.lib.workload import random_ids
 
     from rookery import protocol
-    from rookery.tokenization.registry import BaseReference
     from rookery.worker.model.config import DecoderConfig
     from rookery.worker.model.decoder import best_dtype
     from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup
@@ -193,7 +192,7 @@ def child(processes: int, rank: int) -> None:
     model = ours()
     trainer = FsdpTrainer(
         lambda: TrainingGroup(GroupOptions(processes, model, best_dtype())), model, max_rank=RANK, slice_tokens=1024,
-        base=BaseReference(MODEL), memory_bytes=1 << 40, max_tokens=4096, exports=Path(tempfile.gettempdir()),
+        memory_bytes=1 << 40, max_tokens=4096, exports=Path(tempfile.gettempdir()),
     )  # fmt: skip
     load_policies(trainer, 1, rank)
     batch = protocol.TrainingBatch(

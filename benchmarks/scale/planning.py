@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.lib.harness import Result, command
 
 from rookery.scheduling.plan.predict import ROLES, Role, devices_of, plan_of, predict
-from rookery.scheduling.plan.search import search
+from rookery.scheduling.plan.search import ALL_PARTS, SearchParts, search
 from rookery.simulation.planned import simulate_plan
 from rookery.spec.fleet import FleetSpec, JobDemand
 
@@ -121,12 +121,12 @@ def _optimum(result: Result, cases: int) -> None:
 
 
 def _ablation(result: Result, seeds: int) -> None:
-    arms: dict[str, dict[str, Any]] = {
-        "all parts": {},
-        "without halving": {"halving": False},
-        "without exchanges": {"swaps": False},
-        "without climbing": {"climb": False},
-        "random choices alone": {"halving": False, "swaps": False, "climb": False},
+    arms = {
+        "all parts": ALL_PARTS,
+        "without halving": SearchParts(halving=False),
+        "without exchanges": SearchParts(swaps=False),
+        "without climbing": SearchParts(climb=False),
+        "random choices alone": SearchParts(halving=False, swaps=False, climb=False),
     }
     found: dict[str, list[float]] = {name: [] for name in arms}
     for seed in range(seeds):
@@ -134,7 +134,7 @@ def _ablation(result: Result, seeds: int) -> None:
         described, demands = scattered(random, ABLATION_MACHINES), jobs(random)
         devices = devices_of(described)
         reached = {
-            name: search(described, devices, demands, budget=ABLATION_BUDGET + 3 * len(devices), seed=seed, **arm)
+            name: search(described, devices, demands, budget=ABLATION_BUDGET + 3 * len(devices), seed=seed, parts=arm)
             for name, arm in arms.items()
         }
         best = min(one.prediction.seconds for one in reached.values())

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.lib.harness import MODEL, ROOT, Result, command
+from benchmarks.lib.harness import ROOT, Result, command
 from benchmarks.lib.model import ours
 from tests.support.dialled import Dialled
 from tests.worker.transfer.test_client import transfers
@@ -111,7 +111,6 @@ def text_batch() -> protocol.TrainingBatch:
 
 
 def measure_deltas(result: Result) -> None:
-    from rookery.tokenization.registry import BaseReference
     from rookery.worker.model.decoder import best_dtype
     from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup
     from rookery.worker.trainer.fsdp.trainer import FsdpTrainer
@@ -122,7 +121,7 @@ def measure_deltas(result: Result) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as name:
         folder = Path(name)
         trainer = FsdpTrainer(
-            lambda: group, model, max_rank=16, slice_tokens=1024, base=BaseReference(MODEL), memory_bytes=1 << 40,
+            lambda: group, model, max_rank=16, slice_tokens=1024, memory_bytes=1 << 40,
             max_tokens=4096, exports=folder,
         )  # fmt: skip
         for lr in RATES:

@@ -191,13 +191,13 @@ class SpotMachine:
             roles=["rollout"] * (simulated.plan.seeding or not trains) + ["train"] * trains,
             kind="reserved" if trains else "preemptible", address=self.address, host=self._host,
             cache=self._host, site=self._site,
+            adapters=[] if simulated.random.chance(simulated.plan.disk_losses) else list(self._disk),
+            loading=simulated.random.chance(LOADING_SHARE),
         )  # fmt: skip
         worker = self.process = FakeWorker(
             lambda: simulated.dial("worker"),
             LiveTickets(simulated), hello, self._machine, LENGTH, trainer=FakeTrainer(simulated.history.add_example),
             faults=PlannedFaults(simulated, self),
-            cached=[] if simulated.random.chance(simulated.plan.disk_losses) else self._disk,
-            loaded=not simulated.random.chance(LOADING_SHARE),
         )  # fmt: skip
         worker.start()
         assert worker.life is not None

@@ -15,7 +15,7 @@ from websockets.asyncio.server import ServerConnection, serve
 from rookery import protocol
 from rookery.aio import cancel_all
 from rookery.clock import SystemClock
-from rookery.protocol.connection import Channel, Outbox, stay_connected
+from rookery.protocol.connection import Channel, Outbox, ServiceEndpoint, stay_connected
 from rookery.worker.connection import send_done
 from rookery.worker.generation import FRAME_BYTES
 
@@ -124,7 +124,7 @@ async def test_a_peer_that_does_not_read_holds_output_back_soon() -> None:
         hello = protocol.HostHello(protocol=protocol.PROTOCOL, instance="i", environments=[])
         connected = asyncio.create_task(
             stay_connected(
-                f"http://127.0.0.1:{listening.getsockname()[1]}", "/wire", protocol.to_worker, token="t", ca_file="",
+                ServiceEndpoint(f"http://127.0.0.1:{listening.getsockname()[1]}", "/wire", "t"), protocol.to_worker,
                 hello=lambda: hello, converse=converse, ping_seconds=10.0, ping_timeout=10.0,
             )
         )  # fmt: skip

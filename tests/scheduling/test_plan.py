@@ -16,7 +16,7 @@ from benchmarks.scale.planning import jobs, scattered
 from rookery.errors import UserError
 from rookery.scheduling.plan.predict import PLAYS, ROLES, Role, devices_of, predict
 from rookery.scheduling.plan.replan import replan
-from rookery.scheduling.plan.search import SHARINGS, WORTH_USING, gains, homogeneous, search
+from rookery.scheduling.plan.search import SHARINGS, WORTH_USING, SearchParts, gains, homogeneous, search
 from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Link, read_fleet, read_plan
 from rookery.spec.machine import MachineMemory
 
@@ -68,7 +68,7 @@ def test_search_of_a_large_fleet_is_as_good_as_one_that_exchanges_nothing() -> N
     random = Random(1003)
     fleet, demands = scattered(random, 24), jobs(random)
     devices = devices_of(fleet)
-    found, other = (search(fleet, devices, demands, budget=332, seed=3, swaps=swaps) for swaps in (True, False))
+    found, other = (search(fleet, devices, demands, budget=332, seed=3, parts=SearchParts(swaps=swaps)) for swaps in (True, False))
     assert found.evaluations <= 332 and found.prediction.seconds <= 1.001 * other.prediction.seconds
 
 

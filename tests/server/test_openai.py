@@ -23,6 +23,7 @@ from tests.server.test_api import end_of
 from tests.support.faces import MODEL, ThreadedWorker, job, served, tokenizer
 from tests.support.peers import eventually
 from tests.support.small_model import save_small_model
+from tests.support.tiny import native_engine
 from tests.support.waiting import until
 
 from rookery import protocol
@@ -32,7 +33,6 @@ from rookery.server.responses import event_data
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import model_folder
-from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import best_runner
 from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.decoder import Decoder
@@ -252,7 +252,7 @@ def alone(face: Open, prompt: list[int], seed: int, adapter: Path | None = None)
         loras.add("a", read_adapter(adapter, decoder.config))
         ref = protocol.AdapterRef(policy="p", version=1, hash="a", rank=4, alpha=8.0)
     runner = best_runner(decoder, loras, 1 << 26, compiled=Settings().engine.cpu_kernels)  # as in a worker
-    engine = NativeEngine(decoder, loras, chat.decode, max_rows=4, kv_budget_bytes=1 << 26, runner=runner)
+    engine = native_engine(decoder, loras, chat.decode, max_rows=4, kv_budget_bytes=1 << 26, runner=runner)
     engine.submit(protocol.Generate(request="r", adapter=ref, prompt=prompt, shared_prefix=len(prompt), max_tokens=24,
                                 temperature=1.0, seed=seed, stop_tokens=chat.stop_tokens))  # fmt: skip
     while engine.step():

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rookery import protocol
 from rookery.aio import LoopThread, unless
-from rookery.protocol.connection import Channel, stay_connected
+from rookery.protocol.connection import Channel, ServiceEndpoint, stay_connected
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
 from rookery.tokenization.registry import CONFIG, PREPARED, WEIGHTS, model_folder
@@ -102,7 +102,7 @@ class ThreadedWorker:
 
     async def _work(self, stopping: asyncio.Event) -> None:
         connected = stay_connected(
-            self._url, "/wire/worker", protocol.to_worker, token=self._token, ca_file="", hello=self._hello,
+            ServiceEndpoint(self._url, "/wire/worker", self._token), protocol.to_worker, hello=self._hello,
             converse=self._converse, ping_seconds=20.0, ping_timeout=20.0,
         )  # fmt: skip
         async with httpx.AsyncClient(base_url=self._url, timeout=60) as self._http:

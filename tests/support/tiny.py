@@ -4,19 +4,25 @@ instructions multiply."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from rookery.worker.engine.native.engine import NativeEngine, SliceLimits
+from rookery.worker.engine.native.runner import WeightSets, best_runner
+from rookery.worker.engine.runner import Runner
 from rookery.worker.model import batch_invariance, layers
-from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
+from rookery.worker.model.adapter import PARTS, Adapter, ResidentModel, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.convert import prepare
 from rookery.worker.model.decoder import Decoder, best_dtype
+from rookery.worker.model.lora import LoraManager
 from rookery.worker.model.published import fuse
 
 COMPUTED = best_dtype()
@@ -115,3 +121,22 @@ def divide(monkeypatch: pytest.MonkeyPatch, depth: int, rows: int) -> None:
         monkeypatch.setattr(module, "uses_amx", lambda dtype, device: True)
         monkeypatch.setattr(module, "TILE_DEPTH", depth)
     monkeypatch.setattr(layers, "TILE_ROWS", rows)
+
+
+def native_engine(
+    decoder: ResidentModel,
+    loras: LoraManager,
+    decode: Callable[[list[int]], str] = lambda tokens: "",
+    *,
+    max_rows: int = 8,
+    kv_budget_bytes: int = 1 << 26,
+    runner: Runner | None = None,
+    **options: Any,
+) -> NativeEngine:
+    """An engine of the ``runner``, or of the decoder's device. ``options`` are those of the engine and of its slices."""
+    made = runner or best_runner(decoder, loras, kv_budget_bytes)
+    slices = SliceLimits(**{name: options.pop(name) for name in SLICES & options.keys()})
+    return NativeEngine(WeightSets(decoder, loras, made), decode, max_rows=max_rows, slices=slices, **options)
+
+
+SLICES = {field.name for field in fields(SliceLimits)}

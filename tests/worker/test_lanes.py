@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.tiny import small
+from tests.support.tiny import native_engine, small
 from tests.support.waiting import until
 from tests.worker.trainer.test_kernel_pass import LOSS, RANKS, adapters, reference, sample, train, written
 
@@ -28,9 +28,8 @@ from rookery.settings import Settings
 from rookery.worker import compute as compute_module
 from rookery.worker import teams
 from rookery.worker.compute import BEHIND_SECONDS, Compute
-from rookery.worker.core import NO_TRAINING, WorkerCore
+from rookery.worker.core import NO_TRAINING, Implementation, WorkerCore
 from rookery.worker.engine.native import kernels
-from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import KernelRunner
 from rookery.worker.engine.slo_gate import SloGate
 from rookery.worker.failures import failure_category
@@ -95,7 +94,7 @@ def test_a_failed_call_ends_for_its_caller_and_one_that_breaks_the_worker_ends_t
     """A call raises to its caller, a post is logged and counted. A training group whose process ended is not
     repaired: the worker starts again."""
     decoder = small("llama", torch.bfloat16)
-    engine = NativeEngine(
+    engine = native_engine(
         decoder,
         LoraManager(decoder.config, decoder.dtype, decoder.device, 64),
         lambda _: "",
@@ -146,7 +145,7 @@ def run_worker(
     def load(_: Path, settings: Settings, between_layers: Any, *, trains: bool) -> WorkerCore:
         loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
         runner = KernelRunner(decoder, loras, 1 << 26)
-        engine = NativeEngine(decoder, loras, lambda _: "", max_rows=8, kv_budget_bytes=1 << 26, runner=runner)
+        engine = native_engine(decoder, loras, lambda _: "", max_rows=8, kv_budget_bytes=1 << 26, runner=runner)
         step = engine.step
 
         def watched() -> bool:
@@ -167,7 +166,7 @@ def run_worker(
             return stepped
 
         queue.step = trained  # type: ignore[method-assign]
-        return WorkerCore(engine, queue, device_name="cpu", no_lanes="")
+        return WorkerCore(engine, queue, implementation=Implementation(device="cpu"), no_lanes="")
 
     compute = Compute(lambda: folder, Settings.load(threads=2, lanes=lanes), lambda: None, load=load)
     compute.start()
@@ -291,7 +290,7 @@ def test_tenants_keep_their_shares_of_the_cores_in_both_lanes(tmp_path: Path, we
     """A slice that a busy machine makes longer is made up for."""
     engine, trainer = Sleeping("a", 0.004), Sleeping("b", 0.016)
     trainer.weights["a"] = weight
-    core = WorkerCore(engine, trainer, device_name="cpu", no_lanes="")  # type: ignore[arg-type]
+    core = WorkerCore(engine, trainer, implementation=Implementation(device="cpu"), no_lanes="")  # type: ignore[arg-type]
     compute = computing(core, tmp_path, behind_seconds=0.05, lanes="beside")
 
     def shared() -> bool:
@@ -340,7 +339,7 @@ def planned_worker(
     gate.last = "decode", 1, engine.seconds
     for rows, measured in itertools.product(BUCKETS, slow):
         slowdowns.record(1, "decode", rows, engine=measured, trainer=measured)
-    core = WorkerCore(engine, trainer, gate=gate, device_name="cpu", no_lanes=no_lanes, slowdowns=slowdowns)  # type: ignore[arg-type]
+    core = WorkerCore(engine, trainer, gate=gate, implementation=Implementation(device="cpu"), no_lanes=no_lanes, slowdowns=slowdowns)  # type: ignore[arg-type]
     compute = computing(core, folder, lanes=lanes)
     compute.ready.result()
     try:

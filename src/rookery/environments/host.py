@@ -46,7 +46,7 @@ from rookery.environments.reasoning_gym import ReasoningGym
 from rookery.environments.rules import EnvironmentRules
 from rookery.environments.sandbox.sandbox import isolation
 from rookery.errors import EXIT_REFUSED, UserError, short
-from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, stay_connected
+from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, ServiceEndpoint, stay_connected
 from rookery.protocol.envhost import MOST_EPISODES
 from rookery.settings import HOST_SETTINGS, Settings, token_of
 from rookery.spec import values
@@ -125,11 +125,8 @@ class Host:
         self._loop = asyncio.get_running_loop()
         try:
             await stay_connected(
-                self._url,
-                "/wire/host",
+                ServiceEndpoint(self._url, "/wire/host", self._token, self._ca_file),
                 protocol.to_host,
-                token=self._token,
-                ca_file=self._ca_file,
                 hello=self._hello,
                 converse=self._converse,
                 ping_seconds=PING_SECONDS,

@@ -306,28 +306,41 @@ async def introduce(connection: Connection, hello: Message, decoder: Decoder[Any
     return answer
 
 
+@dataclass(frozen=True)
+class ServiceEndpoint:
+    """Where a process dials in."""
+
+    base: str
+    """The service's address, or those of a service and its standbys, comma-separated."""
+    path: str
+    token: str
+    """The key of the process."""
+    ca_file: str = ""
+    """As in :func:`~rookery.network.client_tls`."""
+
+
 async def stay_connected(
-    base: str,
-    path: str,
+    endpoint: ServiceEndpoint,
     decoder: Decoder[M],
     *,
-    token: str,
-    ca_file: str,
     hello: Callable[[], Message],
     converse: Callable[[Channel[M]], Awaitable[None]],
     ping_seconds: float,
     ping_timeout: float,
 ) -> None:
-    """Dial ``path`` of the service at ``base`` with the key ``token``, introduce this process with ``hello()``, run
-    ``converse(channel)`` until the connection ends, and dial again, until cancelled. ``base`` may be several addresses,
-    comma-separated, of a service and its standbys: each attempt takes the next one. Raises
-    :class:`RegistrationRefused` where the service refuses the key or the process. ``ca_file`` is as in
-    :func:`~rookery.network.client_tls`. A silent other end is noticed within ``ping_seconds + ping_timeout``."""
+    """Dial the service, introduce this process with ``hello()``, run ``converse(channel)`` until the connection ends,
+    and dial again, until cancelled; each attempt takes the next address. Raises :class:`RegistrationRefused` where the
+    service refuses the key or the process. A silent other end is noticed within ``ping_seconds + ping_timeout``."""
     targets = [
-        (each, service_url(each, "the service's address", "ws", path), client_tls(each, ca_file), proxy_of(each))
-        for each in base.split(",")
+        (
+            each,
+            service_url(each, "the service's address", "ws", endpoint.path),
+            client_tls(each, endpoint.ca_file),
+            proxy_of(each),
+        )
+        for each in endpoint.base.split(",")
     ]
-    headers = {"Authorization": f"Bearer {token}"}
+    headers = {"Authorization": f"Bearer {endpoint.token}"}
     shortest, longest = BACKOFF_SECONDS
     pause = shortest
     for address, target, tls, proxy in cycle(targets):

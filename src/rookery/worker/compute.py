@@ -327,7 +327,7 @@ class Compute:
         self._slices = [engine, trainer]
         if self.lanes == "auto" and core.slowdowns is not None:
             depth = self._settings.worker.plan_depth
-            modes = splits(self.threads, core.device_name)
+            modes = splits(self.threads, core.implementation.device)
             self._plan = LanePlan(modes, core.slowdowns, core.gate.costs, depth)
         while True:
             if self._lane is not None and not trainer.busy():
@@ -500,7 +500,7 @@ class Compute:
             return False
         computes = self._lane is None or self._lane.computes
         trainers = trainer_threads(self.threads, threads, computes=computes)
-        parts = parts_of(core.device_name, self.threads, threads, computes=computes)
+        parts = parts_of(core.implementation.device, self.threads, threads, computes=computes)
         if self._lane is None:
             self._start_lane(core, threads, parts)
         else:
@@ -536,7 +536,7 @@ class Compute:
     def _start_lane(self, core: WorkerCore, threads: int, parts: tuple[float, float]) -> None:
         """The engine belongs to a lane of so many threads, until :meth:`_recall`."""
         core.gate.training_waits, core.gate.beside = False, True
-        if core.device_name.startswith("cuda"):
+        if core.implementation.device.startswith("cuda"):
             torch.cuda.synchronize()  # the lane's stream may read what this thread's stream wrote
         lane = Lane(threads, parts)
         lane.thread = threading.Thread(target=self._run_lane, args=(core, lane), name="engine", daemon=True)
@@ -553,7 +553,7 @@ class Compute:
         lane.thread.join()  # its team ends with it
         core.gate.beside = False
         self._beside_seconds += time.perf_counter() - lane.began
-        if core.device_name.startswith("cuda"):
+        if core.implementation.device.startswith("cuda"):
             torch.cuda.synchronize()
         with self._changed:
             self._lane = None
@@ -564,7 +564,7 @@ class Compute:
         engine = self._slices[0]
         try:
             teams.use(lane.threads)
-            with own_stream(torch.device(core.device_name)):
+            with own_stream(torch.device(core.implementation.device)):
                 while True:
                     with self._changed:
                         lane.computes = False
@@ -587,7 +587,7 @@ class Compute:
             return ""
         if self._lane is None:
             return f"turns: {self._why_turns(core)}"
-        on_gpu = core.device_name.startswith("cuda")
+        on_gpu = core.implementation.device.startswith("cuda")
         lanes = "two streams" if on_gpu else f"{self._lane_threads} of {self.threads} threads generate"
         if gain := self._predicted_gain():
             return f"beside: {lanes}, {gain:.0%} of the time saved by prediction"

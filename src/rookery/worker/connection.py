@@ -34,17 +34,17 @@ from rookery import protocol
 from rookery.aio import BackgroundTasks, wait_event
 from rookery.bounds import ERROR
 from rookery.errors import RookeryError
-from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, stay_connected
+from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, ServiceEndpoint, stay_connected
 from rookery.settings import Settings
 from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
 from rookery.worker.generation import FRAME_BYTES, GenerationManager
 from rookery.worker.progress import ProgressWatch
 from rookery.worker.training_ops import TrainingOps
-from rookery.worker.transfer.cache import ADAPTERS, CacheEvents
+from rookery.worker.transfer.cache import ADAPTERS, AdapterCache, CacheEvents
 from rookery.worker.transfer.client import TransferClient
-from rookery.worker.transfer.http import TransferFailed
-from rookery.worker.transfer.peers import PeerServer
+from rookery.worker.transfer.http import TransferFailed, service_client
+from rookery.worker.transfer.peers import PeerClient, PeerServer
 from rookery.worker.transfer.published import PublishedArtifacts, Reads
 
 log = logging.getLogger("rookery.worker.connection")
@@ -92,11 +92,8 @@ async def report_refusal(options: WorkerOptions, ca_file: str, max_rank: int, re
     )  # fmt: skip
     report = asyncio.ensure_future(
         stay_connected(
-            options.base,
-            "/wire/worker",
+            ServiceEndpoint(options.base, "/wire/worker", options.token, ca_file),
             protocol.to_worker,
-            token=options.token,
-            ca_file=ca_file,
             hello=lambda: hello,
             converse=converse,
             ping_seconds=REPORT_SECONDS,
@@ -153,16 +150,12 @@ class ServiceConnection:
         if listening is not None:
             self._peer_server = PeerServer(settings.cache / ADAPTERS, listening, self._published, self._reads)
         self._transfers = TransferClient(
-            options.base,
-            settings.cache / ADAPTERS,
-            settings.worker.adapter_cache_bytes,
-            self._request_sources,
+            service_client(options.base, TRANSFER_SECONDS, settings.trusted),
+            PeerClient(PEER_SECONDS, self._reads, self._request_sources),
+            AdapterCache(settings.cache / ADAPTERS, settings.worker.adapter_cache_bytes),
             self._cache_events,
             self._published,
             self._reads,
-            timeout_seconds=TRANSFER_SECONDS,
-            peer_seconds=PEER_SECONDS,
-            ca_file=settings.trusted,
             abandoned=lambda digest: self._evict_adapters([digest]),
         )
         self._generation = GenerationManager(compute, self._transfers, self._on_output)
@@ -211,11 +204,8 @@ class ServiceConnection:
         if self._peer_server is not None:
             self._peer_server.start()
         await stay_connected(
-            self._options.base,
-            "/wire/worker",
+            ServiceEndpoint(self._options.base, "/wire/worker", self._options.token, self._settings.trusted),
             protocol.to_worker,
-            token=self._options.token,
-            ca_file=self._settings.trusted,
             hello=self._hello,
             converse=self._converse,
             ping_seconds=self._settings.worker.heartbeat_seconds,
@@ -359,9 +349,9 @@ class ServiceConnection:
             max_rows=self._settings.engine.max_rows,
             max_context=core.engine.longest_text if core is not None else 0,
             max_rank=self._settings.engine.max_rank,
-            engine=core.engine_name if core is not None else "",
-            device=core.device_name if core is not None else "",
-            dtype=core.dtype if core is not None else "",
+            engine=core.implementation.engine if core is not None else "",
+            device=core.implementation.device if core is not None else "",
+            dtype=core.implementation.dtype if core is not None else "",
             pid=os.getpid(),
             host=socket.gethostname(),
             cache=self._transfers.cache_identity,
@@ -400,9 +390,9 @@ class ServiceConnection:
                     epoch=channel.epoch,
                     model_hash=self._model_hash,
                     max_context=self._core.engine.longest_text,
-                    engine=self._core.engine_name,
-                    device=self._core.device_name,
-                    dtype=self._core.dtype,
+                    engine=self._core.implementation.engine,
+                    device=self._core.implementation.device,
+                    dtype=self._core.implementation.dtype,
                 )
             )
         while True:

@@ -22,7 +22,7 @@ from rookery.worker import device, memory, teams
 from rookery.worker.engine.base import Engine
 from rookery.worker.engine.native.drafts import Speculator
 from rookery.worker.engine.native.engine import PREFILL_TOKENS, NativeEngine
-from rookery.worker.engine.native.runner import KernelRunner, best_runner
+from rookery.worker.engine.native.runner import KernelRunner, WeightSets, best_runner
 from rookery.worker.engine.runner import Runner
 from rookery.worker.engine.slo_gate import SloGate, measure_costs
 from rookery.worker.engine.vllm.loading import cache_alone, load_vllm
@@ -57,6 +57,18 @@ NO_TRAINING = "the worker does not train"
 FULL_PARAMETERS = "a full-parameter policy trains"
 
 
+@dataclass(frozen=True)
+class Implementation:
+    """The names of a worker's engine, its device, and the type of its numbers, as it reports them."""
+
+    engine: str = ""
+    device: str = ""
+    dtype: str = ""
+
+
+UNNAMED = Implementation()
+
+
 class WorkerCore:
     """Engine, trainers and base model of a worker."""
 
@@ -67,9 +79,7 @@ class WorkerCore:
         budget: MemoryBudget | None = None,
         *,
         gate: SloGate | None = None,
-        engine_name: str = "",
-        device_name: str = "",
-        dtype: str = "",
+        implementation: Implementation = UNNAMED,
         no_lanes: str = NO_TRAINING,
         slowdowns: SlowdownTable | None = None,
         grammars: Grammars | None = None,
@@ -83,9 +93,7 @@ class WorkerCore:
         self.gate = gate or SloGate(enabled=False)
         self.time = queue.time
         engine.share_time(self.time)
-        self.engine_name = engine_name
-        self.device_name = device_name
-        self.dtype = dtype
+        self.implementation = implementation
         self.no_lanes = no_lanes
         self.slowdowns = slowdowns
         self.grammars = grammars
@@ -127,7 +135,7 @@ class WorkerCore:
     def prepare(self, ref: protocol.AdapterRef, folder: Path) -> None:
         """``ref`` is about to be committed: have its weights in memory, if there is room. Its requests load it
         otherwise. ``folder`` is a private one, which an engine that keeps paths cannot use."""
-        if self.engine_name not in ("native", "transformers"):
+        if self.implementation.engine not in ("native", "transformers"):
             return
         try:
             self.engine.add_adapter(ref, folder)
@@ -213,7 +221,7 @@ def load_core(
         dtype = str(best_dtype()).removeprefix("torch.")
         cache = None if settings.engine.vllm_url else cache_alone(folder, where.type, before, total)
         engine: Engine = load_vllm(folder, settings, dtype, cache)
-        return WorkerCore(engine, OperationQueue(), engine_name="vllm", device_name=str(where), dtype=dtype)
+        return WorkerCore(engine, OperationQueue(), implementation=Implementation("vllm", str(where), dtype))
     needed = [name for name in dict.fromkeys((chosen.engine, chosen.trainer)) if name in _BACKENDS]
     models = {backend: _BACKENDS[backend].model(folder, settings, where) for backend in needed}
     dtype = str(models[chosen.trainer].dtype).removeprefix("torch.")
@@ -229,7 +237,6 @@ def load_core(
         grammars = Grammars(partial(chat.grammars, models[chosen.engine].vocab))
         engine = _BACKENDS[chosen.engine].engine(resources, models[chosen.engine])
     queue = _BACKENDS[chosen.trainer].queue(resources, models[chosen.trainer])
-    names = {"engine_name": chosen.engine, "device_name": str(where), "dtype": dtype}
     no_lanes = _why_no_lanes(resources, chosen, engine, models[chosen.trainer].dtype) if trains else NO_TRAINING
     if no_lanes and settings.worker.lanes == "beside":
         log.warning("ROOKERY_LANES is beside, but engine and trainer take turns: %s", no_lanes)
@@ -240,8 +247,9 @@ def load_core(
         slowdowns = measure_slowdowns(torch.get_num_threads(), engine.runner, backbone, gate.costs, rows, where)
         log.info("slowdowns of decoding and training beside each other: %s", slowdowns.figures())
     return WorkerCore(
-        engine, queue, budget, gate=gate, no_lanes=no_lanes, slowdowns=slowdowns, grammars=grammars, **names
-    )
+        engine, queue, budget, gate=gate, implementation=Implementation(chosen.engine, str(where), dtype),
+        no_lanes=no_lanes, slowdowns=slowdowns, grammars=grammars,
+    )  # fmt: skip
 
 
 def _why_no_lanes(resources: _Resources, chosen: Backends, engine: Engine, dtype: torch.dtype) -> str:
@@ -265,12 +273,9 @@ def _engine(
 ) -> NativeEngine:
     settings = resources.settings.engine
     engine = NativeEngine(
-        model,
-        loras,
+        WeightSets(model, loras, runner),
         resources.chat.decode,
         max_rows=settings.max_rows,
-        kv_budget_bytes=resources.budget.kv_cache,
-        runner=runner,
         speculator=speculator,
         gate=resources.gate,
     )
@@ -307,7 +312,6 @@ def _queue(resources: _Resources, backbone: Backbone) -> OperationQueue[Trainer]
         resources.folder,
         max_rank=settings.engine.max_rank,
         slice_tokens=resources.slice_tokens,
-        base=resources.base,
         memory_bytes=budget.training_states * (processes if resources.device.type == "cuda" else 1),
         max_tokens=backbone.limits.max_tokens,
         exports=settings.cache / ADAPTERS,

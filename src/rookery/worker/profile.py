@@ -176,7 +176,7 @@ def _seconds(core: WorkerCore) -> float:
     began = time.perf_counter()
     while core.queue.step():
         pass
-    device.finish(torch.device(core.device_name))
+    device.finish(torch.device(core.implementation.device))
     seconds = time.perf_counter() - began
     for done in core.queue.drain():
         if done.error:

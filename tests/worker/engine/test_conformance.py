@@ -23,6 +23,7 @@ import pytest
 import torch
 from tests.support.ports import free_port
 from tests.support.small_model import save_small_model
+from tests.support.tiny import native_engine
 
 from rookery import protocol
 from rookery.errors import Unavailable, UserError
@@ -30,7 +31,6 @@ from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.worker.engine.base import Engine
 from rookery.worker.engine.hf.runner import transformers_runner
-from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.vllm.loading import load_vllm
 from rookery.worker.memory import NoRoom
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter, write_adapter
@@ -91,7 +91,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def native(folder: Path, _: Settings) -> Engine:
     decoder = Decoder.load(folder, torch.float32)
     loras = LoraManager(decoder.config, decoder.dtype, decoder.device, RANK)
-    return NativeEngine(decoder, loras, Chat.load(folder).decode, max_rows=ROWS, kv_budget_bytes=CACHE_BYTES)
+    return native_engine(decoder, loras, Chat.load(folder).decode, max_rows=ROWS, kv_budget_bytes=CACHE_BYTES)
 
 
 def by_transformers(folder: Path, _: Settings) -> Engine:
@@ -99,7 +99,7 @@ def by_transformers(folder: Path, _: Settings) -> Engine:
     loras = LoraManager(model.projections, model.dtype, model.device, RANK, 1 << 28)
     runner = transformers_runner(model, loras, CACHE_BYTES)
     decode = Chat.load(folder).decode
-    return NativeEngine(model, loras, decode, max_rows=ROWS, kv_budget_bytes=CACHE_BYTES, runner=runner)
+    return native_engine(model, loras, decode, max_rows=ROWS, kv_budget_bytes=CACHE_BYTES, runner=runner)
 
 
 def in_process(folder: Path, settings: Settings) -> Engine:

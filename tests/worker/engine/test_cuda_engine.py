@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.tiny import small, trained_adapter
+from tests.support.tiny import native_engine, small, trained_adapter
 from tests.worker.engine.test_exactness import RANKS, order, prompt, run
 from torch import Tensor
 
@@ -47,7 +47,7 @@ def _engine(decoder: Decoder, product: GroupedMatmul | None, *, kv: int = 1 << 2
     for seed, (key, rank) in enumerate(RANKS.items()):
         loras.add(key, trained_adapter(decoder, rank, seed))
     runner = CudaGraphRunner(decoder, loras, kv, product) if product is not None else None
-    return NativeEngine(
+    return native_engine(
         decoder, loras, lambda tokens: "", **{"max_rows": 32, "prefill_tokens": 64, "kv_budget_bytes": kv, **options},
         runner=runner,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.support.tiny import small, smollm2, smollm2_folder
+from tests.support.tiny import native_engine, small, smollm2, smollm2_folder
 
 from rookery import protocol
 from rookery.tokenization.chat import Chat
@@ -26,7 +26,7 @@ def make(**options: int) -> NativeEngine:
     decoder = small("llama")
     loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     loras.add("a", init_adapter(decoder.config, 8, 16.0, list(PARTS), 0))
-    return NativeEngine(decoder, loras, text, **{"max_rows": 8, "kv_budget_bytes": 1 << 26, **options})
+    return native_engine(decoder, loras, text, **{"max_rows": 8, "kv_budget_bytes": 1 << 26, **options})
 
 
 def order(name: str = "r", **changes: object) -> protocol.Generate:
@@ -287,7 +287,7 @@ def test_a_shared_prompt_is_computed_once() -> None:
 def test_smollm2_answers() -> None:
     chat, decoder = Chat.load(smollm2_folder()), smollm2()
     loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
-    engine = NativeEngine(decoder, loras, chat.decode, max_rows=8, kv_budget_bytes=1 << 28)
+    engine = native_engine(decoder, loras, chat.decode, max_rows=8, kv_budget_bytes=1 << 28)
 
     def ask(messages: Sequence[dict[str, str]], stop: list[str]) -> str:
         prompt = chat.prompt(messages)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.draws import examples
-from tests.support.tiny import COMPUTED, FAMILIES, divide, small, smollm2, trained_adapter
+from tests.support.tiny import COMPUTED, FAMILIES, divide, native_engine, small, smollm2, trained_adapter
 
 from rookery import protocol
 from rookery.worker.engine.native import kernels
@@ -51,7 +51,7 @@ def world(
         loras.add(key, trained_adapter(decoder, rank, seed))
     kept = {"max_rows": 32, "kv_budget_bytes": 1 << 28, **options}
     made = runner(recorder, loras, kept["kv_budget_bytes"])
-    engine = NativeEngine(
+    engine = native_engine(
         recorder, loras, lambda tokens: "".join(chr(65 + t % 26) for t in tokens), runner=made, **kept
     )
     return engine, recorder

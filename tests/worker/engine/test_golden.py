@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.tiny import small, smollm2, trained_adapter
+from tests.support.tiny import native_engine, small, smollm2, trained_adapter
 
 from rookery import protocol
 from rookery.worker.engine.native import kernels
@@ -44,7 +44,7 @@ def new_engine(decoder: Decoder, strength: float, runner: type[DenseRunner | Ker
     for key, about in GOLDEN["adapters"].items():
         loras.add(key, trained_adapter(decoder, about["rank"], about["seed"], strength))
     made = runner(decoder, loras, 1 << 28)
-    return NativeEngine(decoder, loras, lambda tokens: "", max_rows=32, kv_budget_bytes=1 << 28, runner=made)
+    return native_engine(decoder, loras, lambda tokens: "", max_rows=32, kv_budget_bytes=1 << 28, runner=made)
 
 
 def run(engine: NativeEngine, requests: list[dict[str, Any]]) -> dict[str, Text]:

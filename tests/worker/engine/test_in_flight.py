@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.draws import examples
 from tests.support.peers import settle
-from tests.support.tiny import reference, small, trained_adapter
+from tests.support.tiny import native_engine, reference, small, trained_adapter
 
 from rookery import protocol
 from rookery.worker.compute import Touches
@@ -43,7 +43,7 @@ def make(decoder: Decoder, **options: int) -> NativeEngine:
     for seed, key in enumerate(VERSIONS):
         loras.add(key, trained_adapter(decoder, RANK, seed, targets=PARTS))
     kept = {"max_rows": 16, "kv_budget_bytes": 1 << 26, **options}
-    return NativeEngine(decoder, loras, lambda tokens: "".join(chr(65 + t % 26) for t in tokens), **kept)
+    return native_engine(decoder, loras, lambda tokens: "".join(chr(65 + t % 26) for t in tokens), **kept)
 
 
 def version(number: int, key: str = "") -> protocol.AdapterRef:
@@ -378,7 +378,7 @@ class Bench:
         self._folder = folder
         self.decoder = small("llama")
         loras = LoraManager(self.decoder.config, self.decoder.dtype, self.decoder.device, 64)
-        engine = NativeEngine(self.decoder, loras, lambda tokens: "", max_rows=4, kv_budget_bytes=1 << 24)
+        engine = native_engine(self.decoder, loras, lambda tokens: "", max_rows=4, kv_budget_bytes=1 << 24)
         self.core = WorkerCore(engine, OperationQueue())
         self.arrived = {key: asyncio.Event() for key in VERSIONS}
         self.arrive(*arrived)

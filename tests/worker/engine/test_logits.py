@@ -12,7 +12,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.tiny import smollm2, smollm2_folder
+from tests.support.tiny import native_engine, smollm2, smollm2_folder
 from tests.worker.engine.test_engine import finish, make, order
 
 from rookery import protocol
@@ -150,7 +150,7 @@ def real(chat: Chat, **options: Any) -> NativeEngine:
     decoder = smollm2()
     loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     runner = best_runner(decoder, loras, 1 << 28)
-    return NativeEngine(decoder, loras, chat.decode, max_rows=8, kv_budget_bytes=1 << 28, runner=runner, **options)
+    return native_engine(decoder, loras, chat.decode, max_rows=8, kv_budget_bytes=1 << 28, runner=runner, **options)
 
 
 def submit(engine: NativeEngine, generate: protocol.Generate, grammar: Grammar) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.support.draws import examples
-from tests.support.tiny import small
+from tests.support.tiny import native_engine, small
 from tests.worker.engine.test_engine import order, text
 from tests.worker.engine.test_slo_gate import Clock, chat, gated, tokens
 
@@ -122,7 +122,7 @@ def build(mix: Mix, clock: Clock) -> NativeEngine:
     gate.slice_seconds = mix.slice_seconds
     config = decoder.config
     token = 2 * config.layers * config.kv_heads * config.head_dim * decoder.dtype.itemsize
-    engine = NativeEngine(
+    engine = native_engine(
         decoder, loras, text, max_rows=mix.rows, kv_budget_bytes=mix.cache * token, gate=gate,
         prefill_tokens=mix.prefill_tokens,
     )  # fmt: skip
@@ -302,7 +302,7 @@ class ClosedGate(SloGate):
 def test_a_gate_that_holds_back_everything_is_opened_and_counted() -> None:
     decoder = small("llama")
     loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
-    engine = NativeEngine(decoder, loras, text, max_rows=4, kv_budget_bytes=1 << 24, gate=ClosedGate())
+    engine = native_engine(decoder, loras, text, max_rows=4, kv_budget_bytes=1 << 24, gate=ClosedGate())
     for number in range(6):
         engine.submit(order(f"r{number}", seed=number, max_tokens=5))
     ended = set()

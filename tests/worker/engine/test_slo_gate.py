@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.tiny import small
+from tests.support.tiny import native_engine, small
 from tests.worker.engine.test_engine import finish, order, text
 
 from rookery import protocol
@@ -34,7 +34,7 @@ def gated(clock: Callable[[], float], *, enabled: bool = True, **options: Any) -
     loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     loras.add("a", init_adapter(decoder.config, 8, 16.0, list(PARTS), 0))
     gate = SloGate(enabled=enabled, headroom=0.2, clock=clock)
-    engine = NativeEngine(decoder, loras, text, gate=gate, **{"max_rows": 8, "kv_budget_bytes": 1 << 26, **options})
+    engine = native_engine(decoder, loras, text, gate=gate, **{"max_rows": 8, "kv_budget_bytes": 1 << 26, **options})
     for kind, size, seconds in (("decode", 1, 0.01), ("decode", 8, 0.08), ("prefill", 16, 0.1), ("train", 1, 1.0)):
         gate.costs.record(kind, size, seconds, first=True)  # type: ignore[arg-type]
     gate.costs.record = lambda *args, **options: None  # type: ignore[method-assign]  # these costs stay

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.small_model import save_small_model
-from tests.support.tiny import COMPUTED
+from tests.support.tiny import COMPUTED, native_engine
 from tests.worker.engine.test_engine import finish, order, text
 
 from rookery import protocol
@@ -49,7 +49,7 @@ RunnerClass = type[DenseRunner] | type[CudaGraphRunner]
 
 def engine(base: Decoder, runner: RunnerClass = DenseRunner, room: int = KV) -> NativeEngine:
     loras = LoraManager(base.config, base.dtype, base.device, 16, room)
-    return NativeEngine(base, loras, text, max_rows=8, kv_budget_bytes=KV, runner=runner(base, loras, KV))
+    return native_engine(base, loras, text, max_rows=8, kv_budget_bytes=KV, runner=runner(base, loras, KV))
 
 
 def texts(engine: NativeEngine) -> dict[str, list[tuple[int, float]]]:

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.tiny import COMPUTED, small, smollm2, trained_adapter
+from tests.support.tiny import COMPUTED, native_engine, small, smollm2, trained_adapter
 from tests.worker.engine.test_golden import run
 
 from rookery import protocol
 from rookery.worker.engine.native import kernels
-from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import KernelRunner
 from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.decoder import Decoder
@@ -51,7 +50,7 @@ def sample(decoder: Decoder, made: dict[str, Adapter], tokens: int) -> dict[str,
     for policy, adapter in made.items():
         loras.add(policy, adapter)
     runner = KernelRunner(decoder, loras, 1 << 26)
-    engine = NativeEngine(decoder, loras, lambda _: "", max_rows=8, kv_budget_bytes=1 << 26, runner=runner)
+    engine = native_engine(decoder, loras, lambda _: "", max_rows=8, kv_budget_bytes=1 << 26, runner=runner)
     source = random.Random(1)
     prompts = {(policy, size): [source.randrange(200) for _ in range(11 * size)] for policy in made for size in (3, 1)}
     requests = [

@@ -26,8 +26,8 @@ from rookery.errors import UserError
 from rookery.worker.transfer import client
 from rookery.worker.transfer.cache import AdapterCache, CacheEvents, locked
 from rookery.worker.transfer.client import TransferClient
-from rookery.worker.transfer.http import CorruptDownload, TransferFailed
-from rookery.worker.transfer.peers import PeerServer, ServingRules, listen
+from rookery.worker.transfer.http import CorruptDownload, TransferFailed, service_client
+from rookery.worker.transfer.peers import PeerClient, PeerServer, ServingRules, listen
 from rookery.worker.transfer.published import PublishedArtifacts, Reads
 
 FILES = {
@@ -66,16 +66,14 @@ def transfers(
     published: PublishedArtifacts | None = None,
     abandoned: Callable[[str], None] = lambda digest: None,
 ) -> TransferClient:
+    signed = reads(service)
     return TransferClient(
-        service.url,
-        root / "adapters",
-        capacity,
-        ask,
+        service_client(service.url, 10),
+        PeerClient(peer_seconds, signed, ask),
+        AdapterCache(root / "adapters", capacity),
         CacheEvents() if events is None else events,
         PublishedArtifacts() if published is None else published,
-        reads(service),
-        timeout_seconds=10,
-        peer_seconds=peer_seconds,
+        signed,
         abandoned=abandoned,
     )
 

@@ -70,24 +70,37 @@ class Found:
     """Different plans whose seconds were predicted."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SearchParts:
+    """The parts of the search. Each can be left out, to measure what it is worth."""
+
+    halving: bool = True
+    """Arms are halved; else all are pulled in turns."""
+    swaps: bool = True
+    """Machines exchange their roles."""
+    climb: bool = True
+    """The best plans are improved at the end."""
+
+
+ALL_PARTS = SearchParts()
+
+
 def search(
     fleet: FleetSpec, devices: Sequence[Device], demands: Sequence[JobDemand], *, budget: int = BUDGET, seed: int = 0,
-    start: Sequence[Role] | None = None, halving: bool = True, swaps: bool = True, climb: bool = True,
-    balanced: bool = True,
+    start: Sequence[Role] | None = None, parts: SearchParts = ALL_PARTS,
 ) -> Found:  # fmt: skip
     """The plan with the shortest predicted round within ``budget`` evaluations, among those that give each device roles
-    that it may have. ``halving``, ``swaps`` and ``climb`` switch off the halving of arms, the exchange of machines
-    between roles and the last climb, to measure what each is worth."""
-    evaluate = _Evaluator(fleet, devices, demands, budget, balanced)
+    that it may have."""
+    evaluate = _Evaluator(fleet, devices, demands, budget)
     if start is not None:
         evaluate([device.limited(role) for device, role in zip(devices, start, strict=True)])
     for roles in homogeneous(devices):
         evaluate(roles)
-    arms = _arms(devices, Random(seed), swaps, evaluate)
+    arms = _arms(devices, Random(seed), parts.swaps, evaluate)
     if arms and len({_kind(device) for device in devices}) > 1:
-        pulls = int(evaluate.left * ARMS_SHARE) if climb else evaluate.left
-        _halve(arms, evaluate, pulls) if halving else _pull_in_turns(arms, evaluate, pulls)
-        if climb:
+        pulls = int(evaluate.left * ARMS_SHARE) if parts.climb else evaluate.left
+        _halve(arms, evaluate, pulls) if parts.halving else _pull_in_turns(arms, evaluate, pulls)
+        if parts.climb:
             _climb(evaluate, evaluate.best[2])
             for arm in sorted(arms, key=lambda arm: arm.seconds)[:CLIMBING]:
                 _climb(evaluate, arm.best)
@@ -123,7 +136,7 @@ class _Evaluator:
     """Predicts each different plan once, up to a number of them, and keeps the best."""
 
     def __init__(
-        self, fleet: FleetSpec, devices: Sequence[Device], demands: Sequence[JobDemand], budget: int, balanced: bool
+        self, fleet: FleetSpec, devices: Sequence[Device], demands: Sequence[JobDemand], budget: int
     ) -> None:
         self.devices = devices
         self._kinds = [_kind(device) for device in devices]
@@ -131,7 +144,7 @@ class _Evaluator:
         nothing: Role = "off"
         self.best: tuple[float, int, tuple[Role, ...]] = (math.inf, 0, (nothing,) * len(devices))
         self.known: dict[tuple[tuple[str, Role, int], ...], Prediction] = {}
-        self.predict = lambda roles: predict(fleet, devices, demands, roles, balanced=balanced)
+        self.predict = lambda roles: predict(fleet, devices, demands, roles)
 
     @property
     def left(self) -> int:

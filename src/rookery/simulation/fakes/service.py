@@ -104,7 +104,7 @@ class SimulatedService:
         price: float = 0.0,
     ) -> FakeWorker:
         """A worker that is not started yet; its name is its process's too."""
-        hello = worker_hello(machine, name, MODEL, roles=list(roles), kind=kind, price=price)
+        hello = worker_hello(machine, name, MODEL, roles=list(roles), kind=kind, price=price, loading=True)
         dial = self.dial(name, self.controller.serve_worker)
         return FakeWorker(dial, self.controller.tickets, hello, machine, self.length)
 

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -58,11 +58,10 @@ class FakeWorker:
         *,
         trainer: FakeTrainer | None = None,
         faults: Faults | None = None,
-        cached: Sequence[str] = (),
-        loaded: bool = False,
     ) -> None:
         """``dial`` opens a connection to the service, or raises ``ConnectionClosed``; ``length`` draws the lengths of
-        replies; ``cached`` are hashes of the adapters on its disk; ``loaded``: the base model is there already."""
+        replies. The ``hello`` is that of its first connection: ``loading`` says whether the base model is still to be
+        loaded, ``adapters`` are on its disk."""
         self.hello = hello
         self.machine = machine
         self.tickets = tickets
@@ -89,7 +88,7 @@ class FakeWorker:
         self._loop = asyncio.get_running_loop()
         self._adapters: dict[str, asyncio.Future[bool]] = {}
         """Adapters that are here or on their way, by hash; the result is whether the pull succeeded."""
-        for digest in cached:
+        for digest in hello.adapters:
             self._adapters[digest] = self._loop.create_future()
             self._adapters[digest].set_result(True)
         self.handed: set[str] = set()
@@ -99,7 +98,7 @@ class FakeWorker:
         self._pulling: dict[str, asyncio.Task[None]] = {}
         """Requests that wait for their adapter."""
         self._started = 0.0
-        self._loaded = loaded
+        self._loaded = not hello.loading
         self._thawed = asyncio.Event()
         self._thawed.set()
         self._tasks = BackgroundTasks()

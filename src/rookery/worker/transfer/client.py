@@ -38,7 +38,6 @@ from cachetools import LRUCache
 from rookery import protocol
 from rookery.aio import BackgroundTasks
 from rookery.errors import NO_ROOM
-from rookery.network import client_tls, proxy_of
 from rookery.pace import SLOWEST
 from rookery.worker.transfer.cache import (
     MANIFEST,
@@ -96,37 +95,24 @@ class TransferClient:
 
     def __init__(
         self,
-        base: str,
-        root: Path,
-        capacity_bytes: int,
-        ask: Callable[[str, str], Awaitable[list[str]]],
+        service: httpx.AsyncClient,
+        peers: PeerClient,
+        cache: AdapterCache,
         events: CacheEvents,
         published: PublishedArtifacts,
         reads: Reads,
         *,
-        timeout_seconds: float,
-        peer_seconds: float,
-        ca_file: str = "",
         abandoned: Callable[[str], None] = lambda digest: None,
     ) -> None:
-        """``base`` is the service's HTTP address, or several, comma-separated, until :meth:`use`; ``root`` is the
-        cache's folder. ``ask`` is that of :class:`PeerClient`. The service may send nothing for ``timeout_seconds``,
-        another worker for ``peer_seconds``. ``ca_file`` is as in :func:`~rookery.network.client_tls`.
-        ``abandoned(hash)`` is called where the upload of a staged version fails or is cancelled."""
-        bases = base.split(",")
-        ways = {
-            each: httpx.AsyncHTTPTransport(
-                verify=client_tls(each, ca_file) or True, proxy=proxy_of(each), trust_env=False
-            )
-            for each in bases
-        }
-        self._http = httpx.AsyncClient(base_url=bases[0], timeout=timeout_seconds, trust_env=False, mounts=ways)
-        self._peers = PeerClient(peer_seconds, reads, ask)
+        """``service`` and ``peers``, which it closes, reach the service and other workers. ``abandoned(hash)`` is
+        called where the upload of a staged version fails or is cancelled."""
+        self._http = service
+        self._peers = peers
+        self._cache = cache
         self._events = events
         self._published = published
         self._reads = reads
         self._abandoned = abandoned
-        self._cache = AdapterCache(root, capacity_bytes)
         self._handed = HandedFolders(self._cache)
         self._bases: LRUCache[str, str] = LRUCache(KEPT_SOURCES)
         """By hash, the earlier version to which a difference may be read."""

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from rookery import protocol
 from rookery.errors import RookeryError
+from rookery.network import client_tls, proxy_of
 from rookery.pace import TooSlow, TransferPace
 
 REFUSALS = {401, 403, 404, 410}
@@ -55,6 +56,17 @@ class RetryTransfer(Exception):
 
 class SlowTransfer(RetryTransfer):
     """Hardly anything came, or went: that is no progress."""
+
+
+def service_client(addresses: str, timeout_seconds: float, ca_file: str = "") -> httpx.AsyncClient:
+    """A client of the service at an HTTP address, the first of several, comma-separated ones, which may send nothing
+    for ``timeout_seconds``. ``ca_file`` is as in :func:`~rookery.network.client_tls`."""
+    bases = addresses.split(",")
+    ways = {
+        each: httpx.AsyncHTTPTransport(verify=client_tls(each, ca_file) or True, proxy=proxy_of(each), trust_env=False)
+        for each in bases
+    }
+    return httpx.AsyncClient(base_url=bases[0], timeout=timeout_seconds, trust_env=False, mounts=ways)
 
 
 def raise_for_status(method: str, url: str, status: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from tests.support.families import FAMILIES, small_model
+from tests.support.tiny import native_engine
 from tests.worker.engine.test_engine import finish, order, text
 from tests.worker.engine.test_in_flight import Run
 from tests.worker.trainer.hf.test_transformers_trainer import write
@@ -56,7 +57,7 @@ def make(
     """With two adapters of two policies."""
     loras = LoraManager(model.projections, model.dtype, model.device, 16, adapters)
     made = (runner or transformers_runner)(model, loras, budget)
-    engine = NativeEngine(model, loras, text, runner=made, **{"max_rows": 9, "kv_budget_bytes": budget, **options})
+    engine = native_engine(model, loras, text, runner=made, **{"max_rows": 9, "kv_budget_bytes": budget, **options})
     for seed, (name, rank) in enumerate(RANKS.items()):
         if not (folder / name).exists():
             write(folder / name, model, rank, seed)
@@ -145,7 +146,7 @@ def test_both_runners_sample_the_native_engines_texts(
         loras = LoraManager(config, decoder.dtype, decoder.device, 16)
         loras.add("a", read_adapter(tmp_path / "a", config))
         dense = best_runner(decoder, loras, 1 << 26, compiled=False)  # kernels take seconds to compile
-        other = NativeEngine(decoder, loras, text, max_rows=8, kv_budget_bytes=1 << 26, runner=dense)
+        other = native_engine(decoder, loras, text, max_rows=8, kv_budget_bytes=1 << 26, runner=dense)
     else:
         other = make(model, tmp_path)
     asked = [order(str(n), prompt=prompt(n, 9), shared_prefix=5, seed=n, adapter=ref("a")) for n in range(3)]

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.chaos.mutations import DRAFT_UNCHECKED, applied
 from tests.support.draws import examples
-from tests.support.tiny import small, trained_adapter
+from tests.support.tiny import native_engine, small, trained_adapter
 from tests.worker.engine.test_exactness import BEST, RANKS, RUNNERS
 
 from rookery import protocol
@@ -53,7 +53,7 @@ def make(
     kept = {"max_rows": 8, "kv_budget_bytes": 1 << 26, **options}
     made = runner(decoder, loras, kept["kv_budget_bytes"])
     text = lambda tokens: "".join(chr(65 + t % 26) for t in tokens)  # noqa: E731
-    return NativeEngine(decoder, loras, text, runner=made, speculator=speculator, **kept)
+    return native_engine(decoder, loras, text, runner=made, speculator=speculator, **kept)
 
 
 @cache

@@ -21,7 +21,6 @@ from tests.support.small_model import save_small_model
 from rookery import protocol
 from rookery.algorithms.losses import LOSSES
 from rookery.errors import UserError
-from rookery.tokenization.registry import BaseReference
 from rookery.worker.memory import NoRoom
 from rookery.worker.model.convert import prepare
 from rookery.worker.model.decoder import Decoder
@@ -57,7 +56,7 @@ def pair(model: Path) -> Iterator[TrainingGroup]:
 
 def sharded(group: TrainingGroup, exports: Path, **given: object) -> FsdpTrainer:
     options: dict[str, object] = {
-        "max_rank": 16, "slice_tokens": 64, "base": BaseReference("small"), "memory_bytes": 1 << 30, "max_tokens": 512,
+        "max_rank": 16, "slice_tokens": 64, "memory_bytes": 1 << 30, "max_tokens": 512,
     }  # fmt: skip
     return FsdpTrainer(lambda: group, group.options.model, exports=exports, **(options | given))  # type: ignore[arg-type]
 

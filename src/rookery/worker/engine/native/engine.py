@@ -32,6 +32,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, islice
 from math import isnan, nan
 from pathlib import Path
@@ -49,15 +50,13 @@ from rookery.worker import device
 from rookery.worker.engine.base import EngineLimits
 from rookery.worker.engine.native.admission import Admission, sequence_chunk
 from rookery.worker.engine.native.drafts import Speculator, accepted_tokens
-from rookery.worker.engine.native.runner import WeightSets, best_runner
+from rookery.worker.engine.native.runner import WeightSets
 from rookery.worker.engine.request import EngineRequest, SharedPrefix, validate
-from rookery.worker.engine.runner import Runner, logits_at
+from rookery.worker.engine.runner import logits_at
 from rookery.worker.engine.sampler import SampledTokens, SamplingKey
 from rookery.worker.engine.sequences import SequenceChunk
 from rookery.worker.engine.slo_gate import SloGate
 from rookery.worker.memory import MemoryUse, TooSmall
-from rookery.worker.model.adapter import ResidentModel
-from rookery.worker.model.lora import LoraManager
 
 log = logging.getLogger("rookery.engine")
 
@@ -87,42 +86,48 @@ SCORED_ROWS = 128
 """Prompt tokens scored at once: their logits are 50 MB in float32 at 100,000 words."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SliceLimits:
+    """The most work of one ``step``."""
+
+    prefill_tokens: int | None = None
+    """Prompt tokens; None: those of the decoder's device."""
+    prefill_keys: int = PREFILL_KEYS
+    mask_seconds: float = MASK_SECONDS
+
+
+DEFAULT_SLICES = SliceLimits()
+
+
 class NativeEngine:
     def __init__(
         self,
-        decoder: ResidentModel,
-        loras: LoraManager,
+        weights: WeightSets,
         decode: Callable[[list[int]], str],
         *,
         max_rows: int,
-        kv_budget_bytes: int,
         max_context: int | None = None,
-        prefill_tokens: int | None = None,
-        prefill_keys: int = PREFILL_KEYS,
-        runner: Runner | None = None,
+        slices: SliceLimits = DEFAULT_SLICES,
         speculator: Speculator | None = None,
         gate: SloGate | None = None,
-        mask_seconds: float = MASK_SECONDS,
     ) -> None:
-        """``decode`` turns token ids into text, for stop strings. ``prefill_tokens`` and ``runner`` default to those of
-        the decoder's device. Without a ``speculator`` there are no drafts, without a ``gate`` no objectives."""
-        self.decoder, self.loras = decoder, loras
-        context = decoder.context
+        """``weights``: the model, its adapters, and the runner that computes with them. ``decode`` turns token ids into
+        text, for stop strings. Without a ``speculator`` there are no drafts, without a ``gate`` no objectives."""
+        self.weights, self.decoder, self.loras, self.runner = weights, weights.base, weights.loras, weights.runner
+        decoder, loras, context = weights.base, weights.loras, weights.base.context
         self.limits = EngineLimits(max_rows, min(max_context or context, context), loras.max_rank)
         self.generated = 0
         self.stats: defaultdict[str, float] = defaultdict(float)
         """Counters: decode_seconds, prefill_seconds, decode_steps, prefill_slices, prefill_tokens, reused_tokens (found
         in the cache instead of computed), draft_tokens (verified), accepted_tokens (of them), preempted, switched,
         forced_slices (that nothing had been chosen for)."""
-        self.runner = runner or best_runner(decoder, loras, kv_budget_bytes)
-        self.weights = WeightSets(decoder, loras, self.runner)
         self.store = self.runner.store
         self.gate = gate or SloGate(enabled=False)
         self.admission = Admission(self.store, loras, max_rows, self.stats, self.gate, self.weights.serves)
         self._speculator = speculator if decoder.device.type == "cpu" else None
-        self._decode, self._prefill_keys, self._mask_seconds = decode, prefill_keys, mask_seconds
+        self._decode, self._prefill_keys, self._mask_seconds = decode, slices.prefill_keys, slices.mask_seconds
         default = GPU_PREFILL_TOKENS if device.fuses(decoder.device, decoder.dtype) else PREFILL_TOKENS
-        self._prefill_tokens = prefill_tokens or default
+        self._prefill_tokens = slices.prefill_tokens or default
         self._requests: dict[str, EngineRequest] = {}
         self._undrained: dict[str, EngineRequest] = {}
         """Requests with tokens, or an end, that ``drain`` has not returned."""

@@ -96,9 +96,7 @@ class WeightSets:
     empty string."""
 
     def __init__(self, base: ResidentModel, loras: LoraManager, runner: Runner) -> None:
-        self._base = base
-        self._loras = loras
-        self._runner = runner
+        self.base, self.loras, self.runner = base, loras, runner
         self._current = ""
         self._since = 0.0
         self.decoder: ResidentModel = base
@@ -106,21 +104,21 @@ class WeightSets:
 
     def add(self, ref: protocol.AdapterRef, folder: Path) -> None:
         """Attach the adapter or the full-parameter version ``ref``; see ``Engine.add_adapter``."""
-        if self._loras.keep(ref.hash):
+        if self.loras.keep(ref.hash):
             return
         if ref.rank:
-            self._loras.make_room(ref.rank)  # before reading: a caller without room tries again
-            self._loras.add(ref.hash, read_adapter(folder, self._base.projections))
+            self.loras.make_room(ref.rank)  # before reading: a caller without room tries again
+            self.loras.add(ref.hash, read_adapter(folder, self.base.projections))
             return
-        self._loras.add_full(ref.hash, self._base.bytes, lambda: self._read(folder))
+        self.loras.add_full(ref.hash, self.base.bytes, lambda: self._read(folder))
 
     def _read(self, folder: Path) -> Decoder:
-        assert isinstance(self._base, Decoder)
-        return read_full_version(folder, self._base)
+        assert isinstance(self.base, Decoder)
+        return read_full_version(folder, self.base)
 
     def of(self, key: str) -> str:
         """The set of an adapter's rows."""
-        return key if self._loras.decoder(key) is not None else ""
+        return key if self.loras.decoder(key) is not None else ""
 
     def serves(self, key: str) -> bool:
         """Whether the weights in use are those of the adapter ``key``."""
@@ -139,11 +137,11 @@ class WeightSets:
 
     def clear_dropped(self) -> None:
         """Use no weights that have left memory; clears the list of the adapters that have."""
-        if self._current in self._loras.dropped:
+        if self._current in self.loras.dropped:
             self._use("")
-        self._loras.dropped.clear()
+        self.loras.dropped.clear()
 
     def _use(self, name: str) -> None:
         self._current, self._since = name, time.monotonic()
-        self.decoder = self._loras.decoder(name) or self._base
-        self._runner.use(self.decoder)
+        self.decoder = self.loras.decoder(name) or self.base
+        self.runner.use(self.decoder)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rookery import protocol
 from rookery.algorithms.losses import PAIRED_LOSSES
-from rookery.tokenization.registry import WEIGHTS, BaseReference
+from rookery.tokenization.registry import WEIGHTS, base_reference
 from rookery.worker.failures import SURVIVED
 from rookery.worker.memory import MemoryUse, NoRoom, require
 from rookery.worker.model.config import DecoderConfig
@@ -104,14 +104,13 @@ class FsdpTrainer(Trainer):
         *,
         max_rank: int,
         slice_tokens: int,
-        base: BaseReference,
         memory_bytes: int,
         max_tokens: int,
         exports: Path,
         claim: Callable[[int], None] | None = None,
     ) -> None:
-        """``start()`` launches the group, when the first policy is loaded. ``model`` is the prepared folder,
-        ``base`` its name in exported adapters. The group's states take at most ``memory_bytes``, each size
+        """``start()`` launches the group, when the first policy is loaded. ``model`` is the prepared folder.
+        The group's states take at most ``memory_bytes``, each size
         after ``claim(size)``, which may raise ``NoRoom``; a process holds a pass of ``max_tokens``. Versions are
         written below ``exports`` first."""
         super().__init__()
@@ -122,7 +121,7 @@ class FsdpTrainer(Trainer):
         self._parameters = (model / WEIGHTS).stat().st_size // 2  # stored in bfloat16
         self._max_rank = max_rank
         self._slice_tokens = slice_tokens
-        self._base = base
+        self._base = base_reference(model)
         self._memory_bytes = memory_bytes
         self._max_tokens = max_tokens
         self._exports = exports
