@@ -251,6 +251,32 @@ def test_contexts_of_lower_rooms_are_small() -> None:
         assert len(leaves(kind)) <= MOST_FIELDS, leaves(kind)
 
 
+MOST_PARAMETERS = 8
+
+OUTSIDE = ("cli/", "server/routes/", "worker/engine/native/kernels/")
+"""Files with functions whose parameters are those of a command, of a request or of a compiled kernel."""
+
+
+def parameters(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """The functions of a file with the number of their parameters."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            yield node.name, sum(one.arg not in ("self", "cls") for one in given)
+
+
+def test_functions_have_few_parameters() -> None:
+    """Parameters that travel together are one value."""
+    assert dict(parameters(ast.parse("def f(self, a, /, b, *, c): ..."))) == {"f": 3}
+    found = [
+        f"{path.relative_to(SOURCE)}: {name} has {count}"
+        for path, text in sources(SOURCE).items()
+        for name, count in parameters(parsed(text))
+        if count > MOST_PARAMETERS and not str(path.relative_to(SOURCE)).startswith(OUTSIDE)
+    ]
+    assert not found
+
+
 def annotated(tree: ast.AST, names: set[str]) -> Iterator[str]:
     """The classes, or else the functions, of a file that have a parameter or a field of a type of these names."""
     for node in ast.iter_child_nodes(tree):

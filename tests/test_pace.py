@@ -17,16 +17,16 @@ import pytest
 import rookery
 from rookery.client.connection import HttpConnection
 from rookery.client.hub import push_folder
-from rookery.environments.outbound import request_json
+from rookery.environments.outbound import AnswerLimits, request_json
 from rookery.pace import SLOWEST, TooSlow, TransferPace
 from rookery.protocol import AdapterRef, Shard
 from rookery.settings import Settings
 from rookery.storage.object_artifacts import ObjectArtifacts, open_store
 from rookery.worker.engine.vllm.attached import Attached
 from rookery.worker.engine.vllm.backend import SamplingTask
-from rookery.worker.transfer.cache import CacheEvents
+from rookery.worker.transfer.cache import AdapterCache, CacheEvents
 from rookery.worker.transfer.client import TransferClient
-from rookery.worker.transfer.http import RunningHash
+from rookery.worker.transfer.http import RunningHash, service_client
 from rookery.worker.transfer.peers import PeerClient
 from rookery.worker.transfer.published import PublishedArtifacts, Reads
 
@@ -77,7 +77,7 @@ def endless(beginning: bytes, piece: bytes) -> Iterator[str]:
 
 
 def ask_stranger(url: str, folder: Path) -> None:
-    request_json(url, "x", {}, allowed="*", seconds=0.3)
+    request_json(url, "x", {}, allowed="*", most=AnswerLimits(seconds=0.3))
 
 
 def push(url: str, folder: Path) -> None:
@@ -104,9 +104,10 @@ async def no_other_source(digest: str, failed: str) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def transfers(url: str, folder: Path) -> AsyncIterator[TransferClient]:
+    reads = Reads()
     client = TransferClient(
-        url, folder, 1 << 30, no_other_source, CacheEvents(), PublishedArtifacts(), Reads(), timeout_seconds=0.2,
-        peer_seconds=0.2,
+        service_client(url, 0.2), PeerClient(0.2, reads, no_other_source), AdapterCache(folder, 1 << 30),
+        CacheEvents(), PublishedArtifacts(), reads,
     )  # fmt: skip
     try:
         yield client

@@ -19,7 +19,7 @@ from rookery.controller.job_sinks import Endpoint
 from rookery.environments import openenv, outbound
 from rookery.environments.builtins import find
 from rookery.environments.judges import NamedJudge, ask_named
-from rookery.environments.outbound import request_json
+from rookery.environments.outbound import AnswerLimits, request_json
 from rookery.environments.verifiers import pool
 from rookery.errors import UserError
 from rookery.settings import Settings
@@ -73,7 +73,7 @@ def test_a_server_that_trickles_is_left_at_the_limit(
     url = trickle(beginning, piece)
     began = time.monotonic()
     with pytest.raises(UserError, match=r"x: http://.* does not answer within 0.3 s"):
-        request_json(url, "x", allowed="*", seconds=0.3)
+        request_json(url, "x", allowed="*", most=AnswerLimits(seconds=0.3))
     assert time.monotonic() - began < 60  # each wait alone would never end
 
 

@@ -68,7 +68,9 @@ def test_search_of_a_large_fleet_is_as_good_as_one_that_exchanges_nothing() -> N
     random = Random(1003)
     fleet, demands = scattered(random, 24), jobs(random)
     devices = devices_of(fleet)
-    found, other = (search(fleet, devices, demands, budget=332, seed=3, parts=SearchParts(swaps=swaps)) for swaps in (True, False))
+    found, other = (
+        search(fleet, devices, demands, budget=332, seed=3, parts=SearchParts(swaps=swaps)) for swaps in (True, False)
+    )
     assert found.evaluations <= 332 and found.prediction.seconds <= 1.001 * other.prediction.seconds
 
 

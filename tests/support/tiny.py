@@ -133,7 +133,7 @@ def native_engine(
     runner: Runner | None = None,
     **options: Any,
 ) -> NativeEngine:
-    """An engine of the ``runner``, or of the decoder's device. ``options`` are those of the engine and of its slices."""
+    """An engine of the ``runner``, or of the decoder's device. ``options``: those of the engine and of its slices."""
     made = runner or best_runner(decoder, loras, kv_budget_bytes)
     slices = SliceLimits(**{name: options.pop(name) for name in SLICES & options.keys()})
     return NativeEngine(WeightSets(decoder, loras, made), decode, max_rows=max_rows, slices=slices, **options)

@@ -339,7 +339,9 @@ def planned_worker(
     gate.last = "decode", 1, engine.seconds
     for rows, measured in itertools.product(BUCKETS, slow):
         slowdowns.record(1, "decode", rows, engine=measured, trainer=measured)
-    core = WorkerCore(engine, trainer, gate=gate, implementation=Implementation(device="cpu"), no_lanes=no_lanes, slowdowns=slowdowns)  # type: ignore[arg-type]
+    core = WorkerCore(
+        engine, trainer, gate=gate, implementation=Implementation(device="cpu"), no_lanes=no_lanes, slowdowns=slowdowns  # type: ignore[arg-type]
+    )
     compute = computing(core, folder, lanes=lanes)
     compute.ready.result()
     try:

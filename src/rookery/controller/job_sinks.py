@@ -34,7 +34,7 @@ from rookery.controller.services import Services
 from rookery.controller.sink_run import METRICS_AT_ONCE, Figure, RefusedBySink, SinkRun, SinkTrace, batches, metric_name
 from rookery.controller.trackio_run import TrackioRun, trackio_headers
 from rookery.controller.wandb_run import WandbRun, wandb_headers
-from rookery.environments.outbound import one_line, request_json
+from rookery.environments.outbound import AnswerLimits, one_line, request_json
 from rookery.errors import NotFound, RookeryError, UserError, short
 from rookery.network import named_services, reachable, service_url
 from rookery.protocol import ChatMessage
@@ -173,8 +173,8 @@ class Endpoint:
         """The value of ``read`` for the answer to a request. Blocks; raises :class:`UserError`, without the
         credentials."""
         answer = request_json(
-            f"{self.url}/{path}", self.where, body, self._headers, allowed=self.allowed, seconds=REQUEST_SECONDS,
-            limit=ANSWER_BYTES, confidential=self._confidential, redact=self._redact,
+            f"{self.url}/{path}", self.where, body, self._headers, allowed=self.allowed,
+            most=AnswerLimits(REQUEST_SECONDS, ANSWER_BYTES), confidential=self._confidential, redact=self._redact,
         )  # fmt: skip
         try:
             return read(answer)

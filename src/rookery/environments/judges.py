@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from rookery.environments.models import ModelAnswer, ModelQuestion
-from rookery.environments.outbound import ServerBusy, request_json
+from rookery.environments.outbound import AnswerLimits, ServerBusy, request_json
 from rookery.errors import UserError, short
 from rookery.network import named_services
 
@@ -109,12 +109,12 @@ def ask_named(judge: NamedJudge, name: str, arguments: Mapping[str, Any]) -> Mod
 
 
 def _repeated(request: Callable[..., Any]) -> Any:
-    """The answer to ``request(seconds=…)``, within :data:`SECONDS`; it is made again where the judge is busy, for
+    """The answer to ``request(most=…)``, within :data:`SECONDS`; it is made again where the judge is busy, for
     :data:`REPEAT_SECONDS`."""
     began, pause = time.monotonic(), FIRST_PAUSE
     while True:
         try:
-            return request(seconds=max(began + SECONDS - time.monotonic(), 1.0))
+            return request(most=AnswerLimits(max(began + SECONDS - time.monotonic(), 1.0)))
         except ServerBusy as error:
             wait = max(error.retry_after, SHORTEST_PAUSE) if error.retry_after else pause * random.uniform(0.5, 1.0)
             if time.monotonic() + wait > began + REPEAT_SECONDS:

@@ -14,6 +14,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -114,6 +115,19 @@ class _Timed(io.RawIOBase):
         return io.BufferedReader(_Timed(self._connected, self._until))  # the client closes each of the two
 
 
+@dataclass(frozen=True)
+class AnswerLimits:
+    """The most that a request waits for, and reads."""
+
+    seconds: float = SECONDS
+    """Of the whole request."""
+    size: int = ANSWER_BYTES
+    """In bytes."""
+
+
+ANSWER_LIMITS = AnswerLimits()
+
+
 def request_json(
     url: str,
     name: str,
@@ -121,15 +135,14 @@ def request_json(
     headers: dict[str, str] | None = None,
     *,
     allowed: str | None = None,
-    seconds: float = SECONDS,
-    limit: int = ANSWER_BYTES,
+    most: AnswerLimits = ANSWER_LIMITS,
     confidential: bool = False,
     redact: Callable[[str], str] = str,
 ) -> Any:
-    """The JSON that ``url`` answers: POST with ``body``, GET without. ``allowed`` is as for a connection, ``seconds``
-    the limit of the whole request, ``limit`` that of the answer in bytes. A ``confidential`` request has a secret. In
-    errors, ``redact`` changes each whole text before it is cut. Blocks; raises :class:`UserError`, of which
-    :class:`ServerBusy` may pass."""
+    """The JSON that ``url`` answers: POST with ``body``, GET without. ``allowed`` is as for a connection. A
+    ``confidential`` request has a secret. In errors, ``redact`` changes each whole text before it is cut. Blocks;
+    raises :class:`UserError`, of which :class:`ServerBusy` may pass."""
+    seconds, limit = most.seconds, most.size
     until, shown = time.monotonic() + seconds, short(redact(url))
     given = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
     try:
