@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from pathlib import Path
 
 import pytest
@@ -24,10 +23,9 @@ from rookery import protocol
 from rookery.errors import UserError
 from rookery.worker.memory import NoRoom, TooSmall
 from rookery.worker.model.adapter import PARTS
-from rookery.worker.trainer import states
 from rookery.worker.trainer.optim import PolicyState
 from rookery.worker.trainer.packed_trainer import PackedTrainer
-from rookery.worker.trainer.states import EXPORT_BYTES
+from rookery.worker.trainer.states import EXPECTED_SECONDS, EXPORT_BYTES
 
 
 def step(at: PackedTrainer, parent: str, seed: int, *, lease: int = 1, commit: str = "") -> None:
@@ -60,23 +58,15 @@ def test_restored_state_is_equal_bit_for_bit_without_its_gradient(tmp_path: Path
     assert mine.step == wanted.step == 2
 
 
-@pytest.fixture
-def idle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state without an operation is idle, also one that expects an operation."""
-    for name in ("IDLE_SECONDS", "EXPECTED_SECONDS"):
-        monkeypatch.setattr(states, name, 0.0)
-
-
-@pytest.mark.usefixtures("idle_at_once")
-def test_policies_of_ended_jobs_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policies_of_ended_jobs_leave_nothing(tmp_path: Path) -> None:
     """Forty tiny jobs one after another, with room for all: the newest few states stay, a used one among them."""
-    monkeypatch.setattr(states, "IDLE_STATES", 4)
-    folder = adapter_folder(tmp_path / "p", 4, 3)
-    at = trainer(decoder(), {"p0": folder}, compiled=False)
+    now, folder = 0.0, adapter_folder(tmp_path / "p", 4, 3)
+    at = trainer(decoder(), {"p0": folder}, compiled=False, most_idle=4, clock=lambda: now)
     tensors = []
     for number in range(40):
+        now += 2 * EXPECTED_SECONDS
         at.load(f"p{number}", 1, ref(f"p{number}", "v0"), folder)
-        at.held["p0"].used = time.monotonic()
+        at.held["p0"].use()
         if number in (9, 39):
             gc.collect()
             tensors.append(sum(type(one) is torch.Tensor for one in gc.get_objects()))
@@ -140,27 +130,27 @@ def test_memory_that_never_holds_a_state_is_reported_before_it_computes(tmp_path
     assert not any(done.error for done in finish(at).values())
 
 
-@pytest.mark.usefixtures("idle_at_once")
 def test_copy_of_another_policy_needs_no_room_where_that_one_may_go(tmp_path: Path) -> None:
+    now = 0.0
     large, small = adapter_folder(tmp_path / "large", 12, 1), adapter_folder(tmp_path / "small", 4, 2)
     sizes = trainer(decoder(), {"large": large, "small": small}).held
     states_bytes = sizes["small"].state.bytes + sizes["large"].state.bytes
     budget = states_bytes + EXPORT_BYTES * len(sizes["large"].state.masters)
-    at = trainer(decoder(), {"large": large, "small": small}, memory_bytes=budget)
+    at = trainer(decoder(), {}, memory_bytes=budget, clock=lambda: now)
+    for name, folder in (("large", large), ("small", small)):
+        at.load(name, 1, ref(name), folder)
+        now += 2 * EXPECTED_SECONDS
     at.load_reference("small", ref("small"), small)
     assert set(at.held) == {"small"}, "a commit of the large one would wait for ever"
 
 
-def test_full_memory_evicts_offloaded_and_idle_states_and_waits_for_busy_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_memory_evicts_offloaded_and_idle_states_and_waits_for_busy_ones(tmp_path: Path) -> None:
     now = 0.0
-    monkeypatch.setattr(states.time, "monotonic", lambda: now)
     folders = {name: adapter_folder(tmp_path / name, 4, 3) for name in "abcd"}
     size = trainer(decoder(), {"a": folders["a"]}).held["a"].state.bytes
     numbers = len(masters(trainer(decoder(), {"a": folders["a"]}), "a"))
     most = 2 * size + 2 * EXPORT_BYTES * numbers - 1  # one copy fits beside two states, two do not
-    at = trainer(decoder(), {}, memory_bytes=most)
+    at = trainer(decoder(), {}, memory_bytes=most, clock=lambda: now)
     for name in "ab":
         at.load(name, 1, ref(name), folders[name])
     assert at.memory()["training_states"].used == 2 * size

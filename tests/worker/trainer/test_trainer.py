@@ -983,8 +983,8 @@ def test_a_tiny_batch_does_not_shrink_a_pass_to_its_size(tmp_path: Path, slice_t
 def test_a_tenant_that_trained_lately_finds_no_long_pass(tmp_path: Path) -> None:
     """Its next operation would wait for all of it. After :data:`EXPECTED_SECONDS` passes are full again."""
     rng, passes = random.Random(0), []
-    at, now = PackedTrainer(NativeBackbone(decoder()), max_rank=16, slice_tokens=800), [0.0]
-    at.queue.clock = lambda: now[0]
+    now = [0.0]
+    at = PackedTrainer(NativeBackbone(decoder()), max_rank=16, slice_tokens=800, clock=lambda: now[0])
     for policy, count in (("x", 10), ("y", 80)):
         at.load(policy, 1, ref(policy), adapter_folder(tmp_path / policy, 4, 1))
         groups = [unit(rng, 10, [11]) for _ in range(count)]

@@ -43,10 +43,11 @@ log = logging.getLogger("rookery.worker.trainer")
 class Trainer(ABC):
     """Subclasses hold the states and compute."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self.trained = 0
         """Tokens trained on so far; a shared prompt counts once per pass."""
-        self.queue: OperationQueue[Trainer] = OperationQueue()
+        self.queue: OperationQueue[Trainer] = OperationQueue(clock=clock)
         """Its own, until one is built with this trainer."""
 
     def gauges(self) -> dict[str, float]:
@@ -71,7 +72,8 @@ class Trainer(ABC):
         queued = sum(isinstance(op, protocol.OptimStep) and op.adam is not None for op in self.queue.of(policy))
         if held is None or not held.matches(lease, parent_hash, steps - queued):
             return False
-        held.used, held.expected = time.monotonic(), True
+        held.use()
+        held.expected = True
         return True
 
     @abstractmethod

@@ -85,7 +85,9 @@ T = TypeVar("T", bound=QueuedTrainer)
 class OperationQueue(Generic[T]):
     """Belongs to the trainers' thread."""
 
-    def __init__(self, lora: T | None = None, full: T | None = None) -> None:
+    def __init__(
+        self, lora: T | None = None, full: T | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """The trainers of LoRA and of full-parameter policies, which may be one."""
         self.lora, self.full = lora, full
         self.trainers = list({id(one): one for one in (lora, full) if one is not None}.values())
@@ -104,7 +106,7 @@ class OperationQueue(Generic[T]):
         """The worker's, among its tenants."""
         self._counters = TokenCounters({})
         self._slice: dict[str, float] = {}
-        self.clock: Callable[[], float] = time.monotonic
+        self._clock = clock
         self._last: LRUCache[str, tuple[int, float]] = LRUCache(EXPECTED_TENANTS)
         """By tenant, the tokens of its last batch, at least those of the step that follows, and when it came (monotonic
         seconds)."""
@@ -145,7 +147,7 @@ class OperationQueue(Generic[T]):
         self.pending += 1
         if isinstance(queued, QueuedBatch):
             tokens = sum(group.tokens for group in queued.groups)
-            self._last[op.tenant] = max(tokens, OPTIMIZER_TOKENS), self.clock()
+            self._last[op.tenant] = max(tokens, OPTIMIZER_TOKENS), self._clock()
 
     def remove(self, queued: Queued) -> None:
         op = operation_of(queued)
@@ -226,7 +228,7 @@ class OperationQueue(Generic[T]):
 
     def expected(self) -> dict[str, int]:
         """The tokens that each tenant without an operation here is expected to send soon."""
-        since = self.clock() - EXPECTED_SECONDS
+        since = self._clock() - EXPECTED_SECONDS
         found = {tenant: tokens for tenant, (tokens, came) in self._last.items() if came >= since}
         return {tenant: tokens for tenant, tokens in found.items() if tenant not in self._queues}
 

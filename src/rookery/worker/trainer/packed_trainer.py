@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from rookery.worker.trainer.operation_queue import TrainerResult
 from rookery.worker.trainer.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.packed_pass import Backbone
 from rookery.worker.trainer.packing import PackedGroup
-from rookery.worker.trainer.states import EXPORT_BYTES, HeldPolicy, PolicyStates
+from rookery.worker.trainer.states import EXPORT_BYTES, IDLE_STATES, HeldPolicy, PolicyStates
 
 log = logging.getLogger("rookery.worker.trainer")
 
@@ -59,17 +60,22 @@ class PackedTrainer(Trainer):
         base: BaseReference = UNNAMED,
         memory_bytes: int = sys.maxsize,
         canary: Sequence[int] = (),
+        most_idle: int = IDLE_STATES,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``base``: the base model in exported adapters. All training states take at most ``memory_bytes``. Committed
-        versions have the log-probabilities of ``canary``, if it is given (:mod:`rookery.worker.model.canary`)."""
-        super().__init__()
+        """``base``: the base model in exported adapters. All training states take at most ``memory_bytes``; at most
+        ``most_idle`` stay that nothing uses. Committed versions have the log-probabilities of ``canary``, if it is
+        given (:mod:`rookery.worker.model.canary`)."""
+        super().__init__(clock)
         self._backbone = backbone
         self._max_rank = max_rank
         self._limits = backbone.limits
         self.slice_tokens = min(slice_tokens, self._limits.max_tokens)
         self._base = base
         self._canary = list(canary)
-        self.states = PolicyStates(memory_bytes, lambda policy: bool(self.queue.of(policy)), self._reserved_bytes)
+        self.states = PolicyStates(
+            memory_bytes, lambda policy: bool(self.queue.of(policy)), self._reserved_bytes, most_idle
+        )
         self.held = self.states.held
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -110,7 +116,7 @@ class PackedTrainer(Trainer):
     ) -> None:
         base = self._backbone.model
         state = PolicyState(export, base.projections, base.dtype, base.device)
-        self.held[policy] = HeldPolicy(lease, state, {parent.hash: 0}, optimizer=optimizer)
+        self.held[policy] = HeldPolicy(lease, state, {parent.hash: 0}, self.clock, optimizer=optimizer)
 
     def load_reference(self, policy: str, reference: protocol.AdapterRef, folder: Path) -> None:
         held, base = self.held.get(policy), self._backbone.model

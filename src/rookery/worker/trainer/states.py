@@ -11,7 +11,6 @@ written to files now.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -72,6 +71,7 @@ class HeldPolicy(Generic[S]):
     state: S
     versions: dict[str, int]
     """By the hash of each version that this state descends from, the number of steps taken when it was that version."""
+    clock: Callable[[], float]
     optimizer: bool = True
     """It has the optimizer's state. One without only computes gradients for other workers."""
     steps: int = 0
@@ -83,16 +83,25 @@ class HeldPolicy(Generic[S]):
     partial: bool = False
     """The gradient also contains a part of an operation, from its first slice to its last: no step may use it, and no
     other operation adds to it."""
-    used: float = field(default_factory=time.monotonic)
+    used: float = field(init=False)
     """When an operation last used it."""
     expected: bool = True
     """An operation is on its way to it."""
     reference: tuple[str, PolicyState | None] | None = None
     """The version with which KL penalties compare the policy, by its hash, and its weights if they are here."""
 
-    def idle(self, now: float) -> bool:
+    def __post_init__(self) -> None:
+        self.use()
+
+    def use(self) -> None:
+        """An operation uses it, or names it."""
+        self.used = self.clock()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing has used it for a while."""
         patience = IDLE_GRADIENT_SECONDS if self.has_gradient else IDLE_SECONDS
-        return now - self.used > (EXPECTED_SECONDS if self.expected else patience)
+        return self.clock() - self.used > (EXPECTED_SECONDS if self.expected else patience)
 
     @property
     def has_gradient(self) -> bool:
@@ -138,7 +147,7 @@ class HeldPolicy(Generic[S]):
             batch.state = self
             if not op.forward_only:
                 self.partial = True
-        self.used = time.monotonic()
+        self.use()
         return batch.state is self
 
     def complete(self, op: protocol.ForwardBackward) -> None:
@@ -150,7 +159,7 @@ class HeldPolicy(Generic[S]):
         """The metrics of the operation's step, if it has one. Raises :class:`StaleOperation`."""
         if not self.matches(op.lease, op.parent.hash, op.steps) or not self.serves(op):
             raise StaleOperation(OTHER_STATE)
-        self.used = time.monotonic()
+        self.use()
         if op.adam is None:
             return {}
         if not self._contains(op.operations):
@@ -167,15 +176,18 @@ class HeldPolicy(Generic[S]):
 class PolicyStates:
     """Belongs to the trainer's thread."""
 
-    def __init__(self, budget_bytes: int, in_use: Callable[[str], bool], reserved: Callable[[], int]) -> None:
+    def __init__(
+        self, budget_bytes: int, in_use: Callable[[str], bool], reserved: Callable[[], int], most_idle: int
+    ) -> None:
         """``in_use(policy)``: whether operations of the policy are queued. ``reserved()``: bytes of copies that queued
-        operations will make."""
+        operations will make. At most ``most_idle`` states stay that nothing uses."""
         self.held: dict[str, HeldPolicy[PolicyState]] = {}
         self.offloaded: dict[str, AdapterExport] = {}
         """By version, the least recently used first."""
         self._budget = budget_bytes
         self._in_use = in_use
         self._reserved = reserved
+        self._most_idle = most_idle
         self._exports: WeakSet[AdapterExport | GradientExport] = WeakSet()
         """Copies on their way to files."""
         self._claimed = 0
@@ -196,16 +208,15 @@ class PolicyStates:
         self._drop_unused()
 
     def _drop_unused(self) -> None:
-        """Evict the least recently used states, of those that may be evicted, above :data:`IDLE_STATES`."""
-        now = time.monotonic()
+        """Evict the least recently used states, of those that may be evicted, above their greatest number."""
         idle = sorted(
             (held.used, policy)
             for policy, held in self.held.items()
-            if held.idle(now) and not held.has_gradient and not self._in_use(policy)
+            if held.idle and not held.has_gradient and not self._in_use(policy)
         )
-        for _, policy in idle[: max(0, len(idle) - IDLE_STATES)]:
+        for _, policy in idle[: max(0, len(idle) - self._most_idle)]:
             del self.held[policy]
-        while len(self.offloaded) > IDLE_STATES:
+        while len(self.offloaded) > self._most_idle:
             del self.offloaded[next(iter(self.offloaded))]
 
     def make_room(self, needed: int, keep: str = "", *, copied: int | None = None) -> None:
@@ -227,11 +238,10 @@ class PolicyStates:
         require("training states", sizes.get(keep, 0) + needed + EXPORT_BYTES * (copied or 0), self._budget)
         if excess(offloaded=offloaded()) <= 0:
             return
-        now = time.monotonic()
         idle = [
             policy
             for policy, held in sorted(self.held.items(), key=lambda item: (item[1].used, item[0]))
-            if held.idle(now) and policy != keep and not self._in_use(policy)
+            if held.idle and policy != keep and not self._in_use(policy)
         ]
         if excess(*idle, offloaded=0) > 0:
             raise NoRoom

@@ -190,7 +190,8 @@ class FsdpTrainer(Trainer):
 
     def _hold(self, policy: str, lease: int, parent: protocol.AdapterRef, *, optimizer: bool = True) -> TrainingGroup:
         assert self._group is not None
-        self._content = PolicyInGroup(policy, HeldPolicy(lease, self._group, {parent.hash: 0}, optimizer=optimizer))
+        held = HeldPolicy(lease, self._group, {parent.hash: 0}, self.clock, optimizer=optimizer)
+        self._content = PolicyInGroup(policy, held)
         return self._group
 
     def _make_room(self, policy: str) -> None:
@@ -199,7 +200,7 @@ class FsdpTrainer(Trainer):
         if (
             isinstance(content, PolicyInGroup)
             and content.policy != policy
-            and (self.queue.pending_of(self) or not content.held.idle(time.monotonic()))
+            and (self.queue.pending_of(self) or not content.held.idle)
         ):
             raise NoRoom
         self._free()
