@@ -31,7 +31,7 @@ from rookery.cluster.base import PRELOAD, environment_host, preloaded
 from rookery.cluster.local import ProcessCluster, local_workers
 from rookery.cluster.supervisor import LOG_BYTES, NODE_LOST, Child, Supervisor, spawn_process
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
-from rookery.server.launcher import SETTING_CHECKS
+from rookery.server.launcher import check_settings
 from rookery.settings import Settings
 
 
@@ -730,15 +730,9 @@ def test_bounds_of_the_pool_are_checked(tmp_path: Path) -> None:
         Settings.load({}, data=tmp_path, cache=tmp_path, scale_min=3, scale_max=2)
     for least in (0, 2):
         with pytest.raises(UserError, match=f"ROOKERY_SCALE_MIN is {least}, but .* ROOKERY_SCALE_MAX alone; set that"):
-            check(Settings.load({}, data=tmp_path, cache=tmp_path, scale_min=least))
-        check(Settings.load({}, data=tmp_path, cache=tmp_path, scale_min=least, scale_max=2))
+            check_settings(Settings.load({}, data=tmp_path, cache=tmp_path, scale_min=least))
+        check_settings(Settings.load({}, data=tmp_path, cache=tmp_path, scale_min=least, scale_max=2))
     for workers, most in ((4, 4), (4, 0), (0, 2)):
-        check(Settings.load({}, data=tmp_path, cache=tmp_path, workers=workers, scale_max=most))
+        check_settings(Settings.load({}, data=tmp_path, cache=tmp_path, workers=workers, scale_max=most))
     with pytest.raises(UserError, match="ROOKERY_SCALE_MAX is 2, but the 4 workers"):
-        check(Settings.load({}, data=tmp_path, cache=tmp_path, workers=4, scale_max=2))
-
-
-def check(settings: Settings) -> None:
-    """As a service checks its settings before it starts."""
-    for refuse in SETTING_CHECKS:
-        refuse(settings)
+        check_settings(Settings.load({}, data=tmp_path, cache=tmp_path, workers=4, scale_max=2))

@@ -15,10 +15,12 @@ import pytest
 from tests.scheduling.test_plan import machine
 from tests.support.peers import ManualClock
 
-from rookery.controller.planned import LOOK_SECONDS, PlanFollower, plan_to_follow, train_speeds
+from rookery.controller.planned import LOOK_SECONDS, PlanFollower, train_speeds
 from rookery.controller.queries import JobQueries
 from rookery.errors import UserError
 from rookery.scheduling.plan.predict import Role, devices_of
+from rookery.server.launcher import check_settings
+from rookery.settings import Settings
 from rookery.simulation.clock import run
 from rookery.simulation.planned import PlannedService, planned_service
 from rookery.spec.fleet import FleetSpec, JobDemand, Plan, PlannedWorker
@@ -229,15 +231,17 @@ def test_worker_of_another_base_model_keeps_its_roles() -> None:
 
 
 def test_a_plan_by_which_no_job_could_run_is_refused_in_one_line(tmp_path: Path) -> None:
+    """The check of the settings, which a start follows, reads it."""
     plan = planned(FleetSpec(machines=[machine("one")]), one_0=["rollout", "train"])
     path, content = tmp_path / "plan.yaml", plan.model_dump(mode="json", exclude_none=True)
     path.write_text(json.dumps(content))
-    assert plan_to_follow(path) == plan
+    settings = Settings.load({}, data=tmp_path, cache=tmp_path, plan=str(path))
+    assert check_settings(settings) == plan
     for kind in content["fleet"]["machines"]:
         kind["memory"] = {"total": 10, "base": 10, "cache_token": 1, "train_token": 0}
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"plan\.yaml: no job could run: .* has no memory .*; plan again$"):
-        plan_to_follow(path)
+        check_settings(settings)
 
 
 @pytest.mark.parametrize("model", ["qwen3-0.6b", ""])

@@ -59,8 +59,8 @@ def test_wide_values_are_shown_under_their_row() -> None:
 def test_control_characters_are_not_written() -> None:
     table = Rows(columns(("job",)))
     table.add("a\x1b[31mb\nc\x9bd")
-    assert shown(table, 80).splitlines()[1] == "a�[31mb c�d"
-    assert printable("höher 数\u202e\t!") == "höher 数� !"
+    assert shown(table, 80).splitlines()[1] == r"a\x1b[31mb c\x9bd"
+    assert printable("höher 数\u202e\t!") == r"höher 数\u202e !"
 
 
 def test_jobs_and_workers_fit_eighty_columns() -> None:

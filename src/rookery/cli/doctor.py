@@ -214,9 +214,9 @@ def _disk(what: str, folder: Path, variable: str) -> Finding:
 
 def _refused(settings: Settings) -> Iterator[Finding]:
     """Why a service would not start with these settings."""
-    from rookery.server.launcher import SETTING_CHECKS  # half a second
+    from rookery.server.launcher import SETTING_CHECKS, plan_of  # half a second
 
-    for refuse in SETTING_CHECKS:
+    for refuse in (*SETTING_CHECKS, plan_of):
         try:
             refuse(settings)
         except UserError as error:

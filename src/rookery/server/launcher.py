@@ -70,6 +70,7 @@ from rookery.server.readiness import Readiness
 from rookery.server.schema_checks import SchemaChecks
 from rookery.server.signin import SignIns
 from rookery.settings import ClusterSettings, ServerSettings, Settings, variable_notes
+from rookery.spec.fleet import Plan
 from rookery.storage.artifacts import Artifacts, Place
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
 from rookery.storage.db import Database, DatabaseInUse
@@ -211,14 +212,12 @@ class Service:
         await self.stop()
 
     async def _start(self) -> None:
-        for refuse in SETTING_CHECKS:
-            refuse(self.settings)
+        plan = check_settings(self.settings)
         usable_cache(self.settings.cache)
         models = [resolve(name.strip()).name for name in self.settings.server.models.split(",") if name.strip()]
         settings = self.settings.replace(models=",".join(models))
         for model in models:
             usable(settings.cache, model, settings.engine.inference_engine, settings.training.trainer)
-        plan = plan_to_follow(Path(settings.server.plan)) if settings.server.plan else None
         opened = self._stack
         folder = opened.enter_context(DataFolder(settings.data))
         handlers = [*self._handlers, file_handler(folder.logs / "service.jsonl")]
@@ -543,13 +542,24 @@ SETTING_CHECKS: tuple[Callable[[Settings], object], ...] = (
     _check_database,
     _check_scale,
     _check_sandbox,
-    lambda settings: settings.server.plan and plan_to_follow(Path(settings.server.plan)),
     lambda settings: parse_judges(settings.server.judges),
     lambda settings: parse_sinks(settings.server.sinks),
     lambda settings: parse_verifiers(settings.server.verifiers),
     lambda settings: parse_games(settings.server.games),
 )
-"""Each raises :class:`UserError` for settings that a service cannot start with."""
+"""Each raises :class:`UserError` for settings that a service cannot start with, as :func:`plan_of` does."""
+
+
+def plan_of(settings: Settings) -> Plan | None:
+    """The plan that the settings name, if they name one. Raises :class:`UserError` where it cannot be followed."""
+    return plan_to_follow(Path(settings.server.plan)) if settings.server.plan else None
+
+
+def check_settings(settings: Settings) -> Plan | None:
+    """The plan of the settings, if there is one. Raises :class:`UserError` where a service cannot start with them."""
+    for refuse in SETTING_CHECKS:
+        refuse(settings)
+    return plan_of(settings)
 
 
 def _check_place(database: Database, place: Place, folder: DataFolder) -> None:

@@ -55,7 +55,7 @@ MESSAGE, FIELD, TRACEBACK = 2000, 200, 20_000
 """Characters of a message, of a context field and of a traceback that are kept. A message may quote a stranger."""
 
 
-def printable(text: str, most: int) -> str:
+def bounded_line(text: str, most: int) -> str:
     """``text`` for a log or a terminal: :func:`~rookery.errors.single_line` of at most ``most`` characters."""
     if len(text) > most:
         text = f"{text[:most]}... ({len(text) - most} more characters)"
@@ -65,7 +65,7 @@ def printable(text: str, most: int) -> str:
 def _context(record: logging.LogRecord) -> dict[str, object]:
     """The context fields that a record has."""
     fields = {name: value for name in FIELDS if (value := vars(record).get(name)) not in (None, "")}
-    texts = {name: printable(value, FIELD) for name, value in fields.items() if isinstance(value, str)}
+    texts = {name: bounded_line(value, FIELD) for name, value in fields.items() if isinstance(value, str)}
     return {**fields, **texts}
 
 
@@ -74,7 +74,7 @@ def _traceback(record: logging.LogRecord) -> str:
     if not record.exc_info:
         return record.exc_text or ""
     lines = logging.Formatter().formatException(record.exc_info)[-TRACEBACK:].splitlines()
-    return "\n".join(printable(line, MESSAGE) for line in lines)
+    return "\n".join(bounded_line(line, MESSAGE) for line in lines)
 
 
 class JsonLines(logging.Formatter):
@@ -85,7 +85,7 @@ class JsonLines(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "room": record.name.removeprefix("rookery."),
-            "message": printable(record.getMessage(), MESSAGE),
+            "message": bounded_line(record.getMessage(), MESSAGE),
         }
         line.update(_context(record))
         if traceback := _traceback(record):
@@ -100,7 +100,7 @@ class TerminalLines(logging.Formatter):
         context = " ".join(f"{name}={value}" for name, value in _context(record).items())
         level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
         moment = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-        return f"{moment} {level}{printable(record.getMessage(), MESSAGE)}" + (f"  [{context}]" if context else "")
+        return f"{moment} {level}{bounded_line(record.getMessage(), MESSAGE)}" + (f"  [{context}]" if context else "")
 
 
 class ProcessLines(logging.Formatter):
@@ -108,7 +108,7 @@ class ProcessLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
-        line = f"{moment} {record.levelname} {record.name}: {printable(record.getMessage(), MESSAGE)}"
+        line = f"{moment} {record.levelname} {record.name}: {bounded_line(record.getMessage(), MESSAGE)}"
         traceback = _traceback(record)
         return f"{line}\n{traceback}" if traceback else line
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
+from rookery.errors import single_line
+
 NARROWEST_NOTE = 24
 """Characters below which a folding column is shown under its row instead: narrower ones break every word."""
 
@@ -19,8 +21,8 @@ INDENT = "    "
 
 
 def printable(text: str) -> str:
-    """``text`` on one line without control characters, which a terminal would obey."""
-    return "".join(letter if letter.isprintable() or letter == " " else "�" for letter in " ".join(text.split()))
+    """``text`` for a terminal: :func:`~rookery.errors.single_line` of its words."""
+    return single_line(" ".join(text.split()))
 
 
 @dataclass(frozen=True)
