@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -26,7 +26,7 @@ from rookery.controller.sessions.times import SessionTimes
 from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
 from rookery.controller.training.policy_run import ForwardRequest, PolicyRun
 from rookery.controller.training.policy_versions import PolicyVersions
-from rookery.controller.training.slots import SlotHolder, TrainerSlots
+from rookery.controller.training.slots import TRANSITIONS, SlotEvent, SlotHolder, SlotState, TrainerSlots
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import Tickets
@@ -92,6 +92,9 @@ class Room:
         row = PolicyRow(id=policy, tenant="alice", name=policy, rank=8, alpha=16.0, targets=["q"])
         versions = PolicyVersions(self.services, SpanRing(), self.collector, row)
         return PolicyRun(self.training, self.weights, next_lease, MODEL, versions, trainers)
+
+    def holder(self, policy: str) -> SlotHolder:
+        return SlotHolder(policy, "alice", policy, MODEL, self.run(policy))
 
     async def begun(self) -> tuple[ScriptedWorker, PolicyRun]:
         """A worker, and a policy with its first version."""
@@ -586,17 +589,10 @@ async def test_policy_returns_to_the_reserved_worker(room: Room) -> None:
     await eventually(lambda: protocol.EvictArtifacts(policy="p") in spot.other)
 
 
-async def test_slots_are_those_of_workers_that_get_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slots_are_those_of_workers_that_get_policies(tmp_path: Path) -> None:
     """Fewer than there were, once a worker that stays is there: who has begun no gradient queues for its next one."""
     room = Room(tmp_path, trainer_slots=1)
-    slots, offloaded = room.slots, list[str]()
-
-    def holder(name: str) -> SlotHolder:
-        run = room.run(name)
-        monkeypatch.setattr(run, "offload", lambda: offloaded.append(name))
-        return SlotHolder(name, "alice", name, MODEL, run)
-
-    one, two = holder("one"), holder("two")
+    slots, one, two = room.slots, room.holder("one"), room.holder("two")
     one.run.restore_logged(forward(1))
     for name in ("spot", "another"):
         await room.worker(name, kind="preemptible")
@@ -604,17 +600,42 @@ async def test_slots_are_those_of_workers_that_get_policies(tmp_path: Path, monk
         await asyncio.wait_for(slots.acquire(each), PATIENCE)
     await room.worker("stays")
     await asyncio.wait_for(slots.acquire(one), PATIENCE)
-    assert offloaded == []
+    assert (one.state, two.state) == ("busy", "busy")
     one.run.drop_gradient()
     coming = asyncio.create_task(slots.acquire(one))
     await settle()
-    assert not coming.done() and not one.busy
+    assert not coming.done() and (one.state, two.state) == ("waiting", "busy")
     assert slots.reason(one) == f"all 1 training slots for {MODEL} are in use; 0 others wait before this one"
-    assert offloaded == ["one"]
     slots.idle(two)
     await asyncio.wait_for(coming, PATIENCE)
-    assert one.busy and offloaded == ["one", "two"]
+    assert (one.state, two.state) == ("busy", "out")
     await room.close()
+
+
+async def test_a_cancelled_operation_passes_the_slot_that_it_was_given_on(tmp_path: Path) -> None:
+    room = Room(tmp_path, trainer_slots=1)
+    one, two, three = (room.holder(name) for name in ("one", "two", "three"))
+    await room.slots.acquire(one)
+    waits = [asyncio.create_task(room.slots.acquire(each)) for each in (two, three)]
+    await settle()
+    room.slots.release(one)
+    assert (two.state, three.state) == ("busy", "waiting")
+    waits[0].cancel()  # in the moment in which it has the slot
+    await asyncio.wait_for(waits[1], PATIENCE)
+    assert (two.state, three.state) == ("out", "busy")
+    await room.close()
+
+
+@pytest.mark.parametrize("event", get_args(SlotEvent))
+@pytest.mark.parametrize("state", get_args(SlotState))
+def test_a_policy_has_no_other_events_of_its_slot_than_those_of_the_table(state: SlotState, event: SlotEvent) -> None:
+    holder = SlotHolder("one", "alice", "session", MODEL, run=None, state=state)  # type: ignore[arg-type]
+    if (state, event) in TRANSITIONS:
+        holder.apply(event)
+        assert holder.state == TRANSITIONS[state, event]
+    else:
+        with pytest.raises(RuntimeError, match=f"policy one is {state}, which has no event '{event}'"):
+            holder.apply(event)
 
 
 # --- several trainers of one policy -----------------------------------------------------------------------------------

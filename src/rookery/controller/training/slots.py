@@ -3,13 +3,16 @@
 * More client-driven policies than slots queue, in turns by tenant; none is refused. An idle holder frees its slot and
   is loaded again on use. Where workers leave and fewer slots remain, holders queue for their next gradient too.
 * A waiting policy can be shown how many are before it.
+* A policy is *out*: it has no slot; *waiting* for one; *busy* with operations in its slot; or *idle* there. Its state
+  changes as :data:`TRANSITIONS` says, and in no other way.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from rookery.clock import Clock
 from rookery.controller.fleet.fleet import Fleet
@@ -17,6 +20,28 @@ from rookery.controller.training.policy_run import PolicyRun
 from rookery.scheduling.queues import FairQueue
 from rookery.scheduling.trainers import SlotUse, slots_to_free
 from rookery.settings import Settings
+
+SlotState = Literal["out", "waiting", "busy", "idle"]
+SlotEvent = Literal[
+    "request",  # it has an operation
+    "admit",  # a slot is free, and it is the next one
+    "cancel",  # its operation is cancelled before it ran
+    "end",  # it has no operation now
+    "free",  # its slot is for others
+]
+
+TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
+    ("out", "request"): "waiting",
+    ("waiting", "admit"): "busy",
+    ("waiting", "cancel"): "out",
+    ("busy", "cancel"): "out",  # admitted in the moment of the cancellation
+    ("busy", "request"): "busy",
+    ("busy", "end"): "idle",
+    ("busy", "free"): "out",
+    ("idle", "request"): "busy",
+    ("idle", "free"): "out",
+}
+"""The state that follows each event. Any other event is a mistake of the controller."""
 
 
 @dataclass(eq=False)
@@ -29,11 +54,26 @@ class SlotHolder:
     base_model: str
     run: PolicyRun
     """Trains the policy. After an offload it computes a gradient that it had begun again."""
-    busy: bool = False
+    state: SlotState = "out"
     since: float = 0.0
     """When it was last busy (monotonic seconds)."""
-    waiting: asyncio.Future[None] | None = None
-    """Done when it has a slot; None unless it waits for one."""
+    admitted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it has a slot for which it waited."""
+
+    def apply(self, event: SlotEvent) -> None:
+        """Raises ``RuntimeError`` for an event that its state does not have."""
+        following = TRANSITIONS.get((self.state, event))
+        if following is None:
+            raise RuntimeError(f"policy {self.name} is {self.state}, which has no event {event!r}")
+        self.state = following
+
+    @property
+    def busy(self) -> bool:
+        return self.state == "busy"
+
+    @property
+    def has_slot(self) -> bool:
+        return self.state in ("busy", "idle")
 
 
 class TrainerSlots:
@@ -50,6 +90,7 @@ class TrainerSlots:
         self._patience = patience
         self._clock = clock
         self._holders: dict[str, dict[str, SlotHolder]] = {}
+        """By base model and name, those that have a slot."""
         self._queues: dict[str, FairQueue[SlotHolder]] = {}
 
     async def acquire(self, holder: SlotHolder) -> None:
@@ -57,33 +98,37 @@ class TrainerSlots:
         holders = self._holders.setdefault(holder.base_model, {})
         if len(holders) > self._capacity(holder.base_model) and not holder.run.begun:
             self.release(holder)
-        if holder.name not in holders:
+        holder.apply("request")
+        if holder.state == "waiting":
             queue = self._queues.setdefault(holder.base_model, FairQueue(self._tenant_shares))
-            holder.waiting = asyncio.get_running_loop().create_future()
+            holder.admitted.clear()
             queue.put(holder.tenant, holder.session, holder)
             self._admit(holder.base_model)
             try:
-                await holder.waiting
+                await holder.admitted.wait()
             except asyncio.CancelledError:
                 queue.remove(holder.tenant, holder.session, holder)
                 holders.pop(holder.name, None)
+                holder.apply("cancel")
+                self._admit(holder.base_model)
                 raise
-            finally:
-                holder.waiting = None
-        holder.busy = True
 
     def idle(self, holder: SlotHolder) -> None:
         """``holder`` has no operation now: its slot may go to a waiting policy."""
-        holder.busy = False
+        holder.apply("end")
         holder.since = self._clock.monotonic()
         self._admit(holder.base_model)
 
     def release(self, holder: SlotHolder) -> None:
-        """``holder`` frees its slot."""
-        if self._holders.get(holder.base_model, {}).pop(holder.name, None) is not None:
-            holder.busy = False
-            holder.run.offload()
+        """``holder`` frees its slot, if it has one."""
+        if holder.has_slot:
+            self._free(holder)
             self._admit(holder.base_model)
+
+    def _free(self, holder: SlotHolder) -> None:
+        del self._holders[holder.base_model][holder.name]
+        holder.apply("free")
+        holder.run.offload()
 
     def wanted(self, base_model: str) -> bool:
         """Whether a policy waits for a slot."""
@@ -91,7 +136,7 @@ class TrainerSlots:
 
     def reason(self, holder: SlotHolder) -> str:
         """Why ``holder`` waits; empty if it does not."""
-        if holder.waiting is None:
+        if holder.state != "waiting":
             return ""
         before = self._queues[holder.base_model].position(holder.tenant, holder.session) or 0
         return (
@@ -121,10 +166,9 @@ class TrainerSlots:
             now=self._clock.monotonic(),
             patience=self._patience,
         ):
-            holders.pop(name).run.offload()
+            self._free(holders[name])
         while len(holders) < capacity and (holder := queue.take(lambda holder: True)) is not None:
             queue.counters.charge(holder.tenant, 1.0)
             holders[holder.name] = holder
-            holder.busy = True
-            if holder.waiting is not None and not holder.waiting.done():
-                holder.waiting.set_result(None)
+            holder.apply("admit")
+            holder.admitted.set()
