@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -21,7 +21,19 @@ from rookery.errors import Unavailable
 from rookery.worker.compute import IDLE, ComputeStatus
 from rookery.worker.engine.vllm.backend import VllmEnded
 from rookery.worker.failures import PassingFault
-from rookery.worker.generation import FRAME_BYTES, LOADS, SENT_BYTES, GenerationManager, HeldRequest
+from rookery.worker.generation import (
+    DELIVERIES,
+    FRAME_BYTES,
+    LOADS,
+    SENT_BYTES,
+    STAGES,
+    Delivery,
+    DeliveryEvent,
+    GenerationManager,
+    HeldRequest,
+    Stage,
+    StageEvent,
+)
 from rookery.worker.memory import NoRoom, NotOnThisWorker
 from rookery.worker.transfer.http import CorruptDownload, ReadRefused, Unreachable
 
@@ -233,6 +245,31 @@ def test_a_held_text_continues_under_other_circumstances() -> None:
     for field, value in others.items():
         assert not held.continues(other := order("r", ref("a"), **{field: value})), field
         assert not replace(earlier, generate=other).continues_text_of(earlier), "the service decides alike"
+
+
+@pytest.mark.parametrize("event", get_args(StageEvent))
+@pytest.mark.parametrize("stage", get_args(Stage))
+def test_a_request_has_no_other_events_than_those_of_its_stage(stage: Stage, event: StageEvent) -> None:
+    held = HeldRequest(order("r", ref("a")), "r/1.1", stage=stage)
+    if (stage, event) in STAGES:
+        held.advance(event)
+        assert held.stage == STAGES[stage, event]
+    else:
+        with pytest.raises(RuntimeError, match=f"request r/1.1 is {stage}, which has no event '{event}'"):
+            held.advance(event)
+
+
+@pytest.mark.parametrize("event", get_args(DeliveryEvent))
+@pytest.mark.parametrize("delivery", get_args(Delivery))
+def test_an_output_has_no_other_events_than_those_of_its_delivery(delivery: Delivery, event: DeliveryEvent) -> None:
+    held = HeldRequest(order("r", ref("a")), "r/1.1", delivery=delivery)
+    if (delivery, event) in DELIVERIES:
+        held.deliver(event, 5.0)
+        assert held.delivery == DELIVERIES[delivery, event]
+        assert held.idle_since == (0.0 if held.delivery == delivery else 5.0)
+    else:
+        with pytest.raises(RuntimeError, match=f"request r/1.1 is {delivery}, which has no event '{event}'"):
+            held.deliver(event, 5.0)
 
 
 def scored(tokens: int, width: int) -> protocol.PromptLogprobs:

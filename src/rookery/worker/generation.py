@@ -73,6 +73,26 @@ Delivery = Literal["claimed", "delivered", "unclaimed"]
 """Of its output: the present connection named the request and is sent what is there; that connection has been sent the
 end; no connection has named the request since the last one was lost."""
 
+StageEvent = Literal["submitted", "ended"]
+DeliveryEvent = Literal["named", "end sent", "disconnected"]
+
+STAGES: dict[tuple[Stage, StageEvent], Stage] = {
+    ("preparing", "submitted"): "running",
+    ("preparing", "ended"): "ended",  # it failed; or a short text ended before its submission was confirmed
+    ("ended", "submitted"): "ended",
+    ("running", "ended"): "ended",
+}
+DELIVERIES: dict[tuple[Delivery, DeliveryEvent], Delivery] = {
+    ("claimed", "named"): "claimed",  # again: it returned from another worker
+    ("claimed", "end sent"): "delivered",
+    ("claimed", "disconnected"): "unclaimed",
+    ("delivered", "named"): "claimed",
+    ("delivered", "disconnected"): "unclaimed",
+    ("unclaimed", "named"): "claimed",
+    ("unclaimed", "disconnected"): "unclaimed",
+}
+"""The stage, or the delivery, that follows each event. Any other event is a mistake of this process."""
+
 
 @dataclass(eq=False)
 class HeldRequest:
@@ -86,7 +106,7 @@ class HeldRequest:
     stage: Stage = "preparing"
     delivery: Delivery = "claimed"
     idle_since: float = 0.0
-    """When it came to be delivered or unclaimed; monotonic time."""
+    """When ``delivery`` changed last; monotonic time."""
     sent: int = 0
     """Number of the first token that the present connection has not been sent."""
     scores_sent: int = 0
@@ -135,13 +155,25 @@ class HeldRequest:
         """Whether ``claim`` has it continue with a newer version of its policy."""
         return claim.adapter is not None and claim.adapter.replaces(self.generate.adapter, claim.in_flight)
 
+    def advance(self, event: StageEvent) -> None:
+        """Raises ``RuntimeError`` for an event that its stage does not have."""
+        following = STAGES.get((self.stage, event))
+        if following is None:
+            raise RuntimeError(f"request {self.key} is {self.stage}, which has no event {event!r}")
+        self.stage = following
+
     def end(self, finish: Literal["stop", "length", "abort", "error"], error: str) -> None:
         """It has its last token, or will have no more."""
-        self.stage, self.finish, self.error = "ended", finish, error
+        self.advance("ended")
+        self.finish, self.error = finish, error
 
-    def deliver(self, delivery: Delivery, now: float) -> None:
-        """Its output is in another state from ``now`` on."""
-        self.delivery, self.idle_since = delivery, now
+    def deliver(self, event: DeliveryEvent, now: float) -> None:
+        """An ``event`` of its output. Raises ``RuntimeError`` for one that its delivery does not have."""
+        following = DELIVERIES.get((self.delivery, event))
+        if following is None:
+            raise RuntimeError(f"request {self.key} is {self.delivery}, which has no event {event!r}")
+        if following != self.delivery:
+            self.delivery, self.idle_since = following, now
 
     @property
     def unsent(self) -> bool:
@@ -185,7 +217,7 @@ class HeldRequest:
         self.sent = self.start + end
         if self.sent == self.length and self.stage == "ended":
             chunk.finish, chunk.error = self.finish, self.error
-            self.deliver("delivered", now)
+            self.deliver("end sent", now)
         return chunk
 
 
@@ -283,7 +315,8 @@ class GenerationManager:
 
     def _resume(self, held: HeldRequest, claim: protocol.Generate) -> None:
         held.generate = msgspec.structs.replace(held.generate, assignment=claim.assignment)
-        held.delivery, held.sent, held.scores_sent = "claimed", len(claim.prefix_tokens), 0
+        held.deliver("named", time.monotonic())
+        held.sent, held.scores_sent = len(claim.prefix_tokens), 0
         self._output[held] = None
         self._sent_bytes -= self._sent_scores.pop(held, 0)
         latest = held.generate.adapter if held.pending_switch is None else held.pending_switch.adapter
@@ -324,8 +357,7 @@ class GenerationManager:
             log.warning("request %s failed: %s", held.generate.request, one_line(error), exc_info=not is_plain(error))
             self._on_output(True)
             return
-        if held.stage == "preparing":  # a short text may have ended by now
-            held.stage = "running"
+        held.advance("submitted")
         if held.pending_switch is not None:
             self._schedule_switch(held, held.pending_switch)
 
@@ -469,8 +501,7 @@ class GenerationManager:
     def on_disconnect(self, now: float) -> None:
         """The connection has ended: no request is claimed."""
         for held in self.held.values():
-            if held.delivery != "unclaimed":
-                held.deliver("unclaimed", now)
+            held.deliver("disconnected", now)
 
     def abort_unclaimed(self) -> None:
         """The controller has had time to claim its requests: abort the others. Finished ones cost nothing."""

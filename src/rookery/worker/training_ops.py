@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -78,14 +78,20 @@ class RunningOperation:
 
     op: AnyOperation
     task: asyncio.Task[None]
-    result: asyncio.Future[TrainerResult] | None = None
-    """The trainer's, once that has the operation."""
+    stage: Stage = "preparing"
+    result: asyncio.Future[TrainerResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """The trainer's."""
 
-    @property
-    def stage(self) -> Stage:
-        if self.result is None:
-            return "preparing"
-        return "computed" if self.result.done() else "queued"
+    def queue(self) -> asyncio.Future[TrainerResult]:
+        """The trainer has it; the future of its result."""
+        self.stage = "queued"
+        return self.result
+
+    def compute(self, result: TrainerResult) -> None:
+        """The trainer has finished it. Nothing happens to one that it was not given on this connection."""
+        if self.stage == "queued":
+            self.stage = "computed"
+            self.result.set_result(result)
 
 
 class TrainingOps:
@@ -132,9 +138,8 @@ class TrainingOps:
         running = self._running.pop(op, None)
         if running is None:
             return
-        queued = running.stage == "queued"  # before the task's cancellation, which cancels the result it waits for
         running.task.cancel()
-        if queued:
+        if running.stage == "queued":
             concerns = _log_fields(running.op)
             self._compute.post("the cancellation of an operation", lambda core: core.queue.cancel(op), **concerns)
 
@@ -177,8 +182,8 @@ class TrainingOps:
         self._room.notify()
         for result in results:
             running = self._running.get(result.op)
-            if running is not None and running.result is not None and not running.result.done():
-                running.result.set_result(result)
+            if running is not None:
+                running.compute(result)
 
     # --- one operation ----------------------------------------------------------------------------------------------
 
@@ -278,7 +283,7 @@ class TrainingOps:
     async def _hand_over(
         self, op: TrainerOperation, enqueue: Callable[[Trainer], None]
     ) -> asyncio.Future[TrainerResult]:
-        result = self._running[op.op].result = asyncio.get_running_loop().create_future()
+        result = self._running[op.op].queue()
         await asyncio.shield(self._call_soon(op.parent.rank, enqueue))  # its cancellation is passed on to the trainer
         return result
 
