@@ -15,7 +15,7 @@ import pytest
 from tests.scheduling.test_plan import machine
 from tests.support.peers import ManualClock
 
-from rookery.controller.planned import LOOK_SECONDS, PlanFollower, train_speeds
+from rookery.controller.planned import LOOK_SECONDS, PlanFollower, plan_to_follow, train_speeds
 from rookery.controller.queries import JobQueries
 from rookery.errors import UserError
 from rookery.scheduling.plan.predict import Role, devices_of

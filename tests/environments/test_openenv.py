@@ -1,20 +1,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
-import socket
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.peers import settle
+from websockets.asyncio.server import ServerConnection, serve
+from websockets.http11 import Request, Response
 
-from rookery.environments import openenv
 from rookery.environments.base import Reply
 from rookery.environments.builtins import find
-from rookery.environments.openenv import ServerSessions, SessionLost, fenced_texts
+from rookery.environments.openenv import OpenEnv, OpenEnvOptions, ServerSessions, SessionLost, fenced_texts
+from rookery.environments.outbound import reachable_hosts, set_reachable_hosts
 from rookery.errors import UserError
 from rookery.simulation.clock import run as run_virtually
 
@@ -109,63 +114,63 @@ def test_fenced_blocks_are_found_in_linear_time(part: str) -> None:
     ],
 )
 async def test_the_end_and_the_reward_of_a_step_are_of_their_types(
-    reply: dict[str, Any], read: tuple[float, bool] | str, monkeypatch: pytest.MonkeyPatch
+    reply: dict[str, Any], read: tuple[float, bool] | str
 ) -> None:
-    class Server:
-        async def send(self, text: str) -> None:
-            pass
+    async def observe(connection: ServerConnection) -> None:
+        async for _ in connection:
+            await connection.send(json.dumps({"type": "observation", "data": {"observation": {}, **reply}}))
 
-        async def recv(self) -> str:
-            return json.dumps({"type": "observation", "data": {"observation": {}, **reply}})
-
-        async def close(self) -> None:
-            pass
-
-    async def connect(*given: Any, **named: Any) -> Server:
-        return Server()
-
-    monkeypatch.setattr(openenv, "request_json", lambda *given, **named: {"action": {}})
-    monkeypatch.setattr(openenv, "connection", lambda *given: socket.socket())
-    monkeypatch.setattr(openenv, "connect", connect)
-    episode: Any = find("openenv")({"url": "http://8.8.8.8", "resets": [{}]})
-    await episode.reset({}, 0)
-    if isinstance(read, str):
-        with pytest.raises(SessionLost, match=f"is lost: {read}"):
-            await episode.step(Reply("{}", [], [], 0))
-    else:
-        step = await episode.step(Reply("{}", [], [], 0))
-        assert (step.reward, step.done) == read
-    await episode.close()
+    async with server(observe) as url:
+        episode = await opened(url)
+        if isinstance(read, str):
+            with pytest.raises(SessionLost, match=f"is lost: {read}"):
+                await episode.step(Reply("{}", [], [], 0))
+        else:
+            step = await episode.step(Reply("{}", [], [], 0))
+            assert (step.reward, step.done) == read
+        await episode.close()
 
 
-async def test_a_session_whose_end_is_cancelled_is_counted_as_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_whose_end_is_cancelled_is_counted_as_left() -> None:
     """A silent server keeps the end of the connection waiting."""
-    closing, sessions = asyncio.Event(), ServerSessions()
 
-    class Silent:
-        async def send(self, text: str) -> None:
-            pass
+    async def fall_silent(connection: ServerConnection) -> None:
+        await connection.recv()
+        connection.transport.pause_reading()
+        await connection.send('{"type": "observation", "data": {"observation": {}}}')
+        await connection.wait_closed()
 
-        async def recv(self) -> str:
-            return '{"type": "observation", "data": {"observation": {}}}'
+    sessions = ServerSessions()
+    async with server(fall_silent) as url:
+        episode = await opened(url, sessions)
+        assert sessions.open.total() == 1
+        ends = asyncio.create_task(episode.close())
+        await settle()
+        assert not ends.done()
+        ends.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ends
+        assert sessions.open.total() == 0
 
-        async def close(self) -> None:
-            closing.set()
-            await asyncio.Event().wait()
 
-    async def connect(*given: Any, **named: Any) -> Silent:
-        return Silent()
+@contextlib.asynccontextmanager
+async def server(converse: Callable[[ServerConnection], Awaitable[None]]) -> AsyncIterator[str]:
+    """The address of a server on this machine, which ``converse`` serves a session of."""
 
-    monkeypatch.setattr(openenv, "request_json", lambda *given, **named: {"action": {}})
-    monkeypatch.setattr(openenv, "connection", lambda *given: socket.socket())
-    monkeypatch.setattr(openenv, "connect", connect)
-    monkeypatch.setattr(openenv, "ServerSessions", lambda: sessions)
-    episode = find("openenv")({"url": "http://8.8.8.8", "resets": [{}]})
+    def schema(connection: ServerConnection, request: Request) -> Response | None:
+        return connection.respond(HTTPStatus.OK, '{"action": {}}') if request.path == "/schema" else None
+
+    before = reachable_hosts()
+    set_reachable_hosts("127.0.0.1")
+    try:
+        async with serve(converse, "127.0.0.1", 0, process_request=schema, close_timeout=0.1) as serving:
+            yield f"http://127.0.0.1:{next(iter(serving.sockets)).getsockname()[1]}"
+    finally:
+        set_reachable_hosts(before)
+
+
+async def opened(url: str, sessions: ServerSessions | None = None) -> OpenEnv:
+    """An episode that has begun."""
+    episode = await asyncio.to_thread(OpenEnv, OpenEnvOptions(url=url, resets=[{}]), sessions)
     await episode.reset({}, 0)
-    assert sessions.open.total() == 1
-    ends = asyncio.create_task(episode.close())
-    await closing.wait()
-    ends.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await ends
-    assert sessions.open.total() == 0
+    return episode

@@ -19,7 +19,7 @@ from rookery.controller.job_sinks import Endpoint
 from rookery.environments import openenv, outbound
 from rookery.environments.builtins import find
 from rookery.environments.judges import NamedJudge, ask_named
-from rookery.environments.outbound import AnswerLimits, request_json
+from rookery.environments.outbound import AnswerLimits, request_json, set_reachable_hosts
 from rookery.environments.verifiers import pool
 from rookery.errors import UserError
 from rookery.settings import Settings
@@ -152,16 +152,19 @@ async def open_session(redirect: bytes) -> None:
         thread.join()
 
 
+@pytest.fixture
+def all_reachable() -> Iterator[None]:
+    set_reachable_hosts("*")
+    yield
+    set_reachable_hosts("")
+
+
 @pytest.mark.parametrize("status", [b"301 Moved Permanently", b"302 Found", b"303 See Other", b"307 Temporary Redirect",
                                     b"308 Permanent Redirect"])  # fmt: skip
 async def test_no_redirect_is_followed(
-    status: bytes,
-    trickle: Callable[[bytes, bytes], str],
-    inside: tuple[str, list[str]],
-    monkeypatch: pytest.MonkeyPatch,
+    status: bytes, trickle: Callable[[bytes, bytes], str], inside: tuple[str, list[str]], all_reachable: None
 ) -> None:
     """Not to another address of the service's network, and not to one that the administrator allows either."""
-    monkeypatch.setattr(outbound, "_allowed", "*")
     target, reached = inside
     answer = b"HTTP/1.1 " + status + b"\r\nLocation: " + target.encode() + b"\r\nContent-Length: 0\r\n\r\n"
     for body in (None, {"a": 1}):

@@ -488,12 +488,9 @@ def stored_rows(database: Database, kind: type[Any], job: str) -> list[Any]:
 
 @pytest.mark.parametrize("clock", [1.0, -1.0])
 @pytest.mark.parametrize("empty", [False, True])
-def test_trimming_reads_what_ended_since_the_last_time(
-    monkeypatch: pytest.MonkeyPatch, empty: bool, clock: float
-) -> None:
+def test_trimming_reads_what_ended_since_the_last_time(empty: bool, clock: float) -> None:
     """Not the whole history of its job, also where all episodes of a time failed without a text, and where the clock
     was set back."""
-    monkeypatch.setattr(jobs, "TRIMMED_AT_ONCE", 10)
     database = Database("sqlite://")
     database.create()
     database.write(tenants.create_tenant, "alice", "alice", 0.0)
@@ -514,7 +511,7 @@ def test_trimming_reads_what_ended_since_the_last_time(
         with database.writing() as connection:
             driver: Any = connection.connection.driver_connection
             driver.set_progress_handler(lambda: steps.update([made]), 10)
-            jobs.trim_episodes(connection, "job", 20)
+            jobs.trim_episodes(connection, "job", 20, 10)
             driver.set_progress_handler(None, 0)
         return steps[made]
 
@@ -585,7 +582,7 @@ def test_deleted_job_leaves_no_row_and_other_jobs_stay(database: Database) -> No
     submit(database)  # its idempotency key is free again
 
 
-def test_a_view_reads_as_many_texts_as_memory_is_to_hold(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_reads_as_many_texts_as_memory_is_to_hold(database: Database) -> None:
     """A group may have thousands of episodes, and each of them megabytes."""
     submit(database)
     group = new_group(0, members=5)
@@ -593,8 +590,7 @@ def test_a_view_reads_as_many_texts_as_memory_is_to_hold(database: Database, mon
     for number, episode in enumerate(group.episodes):
         database.write(jobs.finish_episode, episode.id, float(number), trajectories=b"x" * 100, reward=1.0)
     for most, texts in ((50, 1), (100, 1), (299, 2), (300, 3), (10_000, 5)):
-        monkeypatch.setattr(episodes, "GROUP_BYTES", most)
-        found = database.read(episodes.get_group, "alice", "job", group.id).episodes
+        found = database.read(episodes.get_group, "alice", "job", group.id, most).episodes
         assert [len(one.trajectories) for one in found] == [100] * texts + [0] * (5 - texts)
         assert [one.member for one in found] == [*range(5)] and {one.reward for one in found} == {1.0}
         newest = database.read(jobs.recent_episodes, "alice", "job", 9, None, most)
@@ -1002,18 +998,17 @@ def end_episodes(database: Database, texts: Sequence[str], failed: Collection[in
 
 
 @pytest.mark.parametrize("seconds", [10.0, 0.0], ids=["one answer", "an answer for each part"])
-def test_search_of_a_text_finds_each_episode_once(
-    database: Database, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(episodes, "SEARCH_SECONDS", seconds)
-    monkeypatch.setattr(episodes, "SEARCHED_AT_ONCE", 3)
+def test_search_of_a_text_finds_each_episode_once(database: Database, seconds: float) -> None:
+    def read(chosen: EpisodeChoice) -> episodes.FoundEpisodes:
+        return database.read(episodes.episodes_page, "alice", "job", chosen, seconds=seconds, at_once=3)
+
     newest = end_episodes(database, [f"{'needle' if n % 4 == 0 else 'hay'} {n}" for n in range(25)], failed={8, 9})
     wanted = [id for id in newest if int(id.rpartition("-")[2]) % 4 == 0]
     for limit in (1, 2, 100):
         found, cursor, answers = list[str](), None, 0
         while True:
             chosen = EpisodeChoice(text="needle", before=cursor, limit=limit)
-            page = database.read(episodes.episodes_page, "alice", "job", chosen)
+            page = read(chosen)
             assert len(page.episodes) <= limit
             found += [episode.id for _, episode in page.episodes]
             cursor, answers = page.next, answers + 1
@@ -1021,7 +1016,7 @@ def test_search_of_a_text_finds_each_episode_once(
                 break
         assert found == wanted
         assert (answers == 1) == (limit == 100 and seconds > 0)
-    none = database.read(episodes.episodes_page, "alice", "job", EpisodeChoice(text="nothing like that"))
+    none = read(EpisodeChoice(text="nothing like that"))
     assert none.episodes == [] and (none.next is None) == (seconds > 0)
 
 

@@ -154,9 +154,9 @@ class ServerSessions:
 class OpenEnv(Environment):
     """One session of a server."""
 
-    def __init__(self, options: OpenEnvOptions) -> None:
-        """Asks the first server for its schema and, for a split, for the number of its tasks. Blocks; raises
-        :class:`UserError`."""
+    def __init__(self, options: OpenEnvOptions, sessions: ServerSessions | None = None) -> None:
+        """Asks the first server for its schema and, for a split, for the number of its tasks. ``sessions`` counts those
+        of all its episodes. Blocks; raises :class:`UserError`."""
         self._options = options
         self._servers = [service_url(url, f"environment.{_field(options)}").rstrip("/") for url in options.servers]
         first = self._servers[0]
@@ -168,7 +168,7 @@ class OpenEnv(Environment):
             )
         self._schema: dict[str, Any] = action
         self._tasks = {split: self._count(name) for split, name in self._splits().items()}
-        self._sessions = ServerSessions()
+        self._sessions = sessions or ServerSessions()
         self._socket: ClientConnection | None = None
         self._server = ""
         self._steps = self._invalid = 0

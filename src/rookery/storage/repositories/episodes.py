@@ -109,13 +109,13 @@ def groups_page(
     return groups, total
 
 
-def get_group(connection: Connection, tenant: str, job: str, group: str) -> GroupRow:
-    """With its episodes and their texts, without those of the last ones where all have more than :data:`GROUP_BYTES`.
-    Raises :class:`NotFound`."""
+def get_group(connection: Connection, tenant: str, job: str, group: str, most: int = GROUP_BYTES) -> GroupRow:
+    """With its episodes and their texts, without those of the last ones where all have more than ``most`` bytes. Raises
+    :class:`NotFound`."""
     row = get(connection, GroupRow, f"group {group} of job {job}", id=group, tenant=tenant, job=job)
     of_group, order = EpisodeRow.group_id == group, EpisodeRow.member
     sizes = connection.execute(select(TEXT_BYTES).where(of_group).order_by(order)).scalars()
-    whole = fitting(sizes, GROUP_BYTES)
+    whole = fitting(sizes, most)
     texts = select(EpisodeRow).where(of_group).order_by(order).limit(whole)
     others = select(*_BRIEF).where(of_group).order_by(order).offset(whole)
     row.episodes = (*fetch_all(connection, EpisodeRow, texts), *fetch_all(connection, EpisodeRow, others))
@@ -139,9 +139,12 @@ class FoundEpisodes:
     """The place of the last episode that was looked at, for :attr:`EpisodeChoice.before`; None at the end of all."""
 
 
-def episodes_page(connection: Connection, tenant: str, job: str, chosen: EpisodeChoice) -> FoundEpisodes:
-    """The episodes that ended last, newest first, with their texts. A search of a text ends after
-    :data:`SEARCH_SECONDS`, with what it found until then."""
+def episodes_page(
+    connection: Connection, tenant: str, job: str, chosen: EpisodeChoice, *, seconds: float = SEARCH_SECONDS,
+    at_once: int = SEARCHED_AT_ONCE,
+) -> FoundEpisodes:  # fmt: skip
+    """The episodes that ended last, newest first, with their texts. A search of a text, by queries of ``at_once``
+    episodes, ends after so many ``seconds``, with what it found until then."""
     where: list[ColumnElement[bool]] = [EpisodeRow.tenant == tenant, EpisodeRow.job == job]
     if chosen.failed is None:
         where.append(EpisodeRow.state.in_(("done", "failed")))
@@ -171,11 +174,11 @@ def episodes_page(connection: Connection, tenant: str, job: str, chosen: Episode
     contains = [_contains(connection, column) for column in (EpisodeRow.trajectories, EpisodeRow.turns)]
     found = or_(*contains, EpisodeRow.error.contains(chosen.text, autoescape=True))
     values, ended, cursor = {"searched": chosen.text.encode("utf-8", "replace")}, list[EpisodeRow](), chosen.before
-    until = time.monotonic() + SEARCH_SECONDS
+    until = time.monotonic() + seconds
     while True:
         after = _after(cursor)
         looked_at = select(EpisodeRow.finished, EpisodeRow.id).where(*where, *after).order_by(*newest)
-        last = connection.execute(looked_at.offset(SEARCHED_AT_ONCE - 1).limit(1)).one_or_none()
+        last = connection.execute(looked_at.offset(at_once - 1).limit(1)).one_or_none()
         part = where + after if last is None else [*where, *after, _up_to(last.finished, last.id)]
         query = select(EpisodeRow).where(*part, found).order_by(*newest).limit(chosen.limit - len(ended))
         ended += fetch_all(connection, EpisodeRow, query, values)

@@ -478,7 +478,7 @@ def recent_episodes(
     return [(groups[episode.group_id], episode) for episode in ended]
 
 
-def trim_episodes(connection: Connection, job: str, keep: int) -> int:
+def trim_episodes(connection: Connection, job: str, keep: int, at_once: int = TRIMMED_AT_ONCE) -> int:
     """Empty turns and trajectories of all but the ``keep`` episodes that ended last, and the prompts of groups without
     one of these, where nothing needs them any more (the group is closed and does not wait to be trained on). Returns
     the number of emptied episodes. Read are the groups since the last call, not the job's whole history: the text of a
@@ -488,7 +488,7 @@ def trim_episodes(connection: Connection, job: str, keep: int) -> int:
     full = (func.length(EpisodeRow.turns) > 0) | (func.length(EpisodeRow.trajectories) > 0)
     columns = (GroupRow.id, GroupRow.ordinal, GroupRow.state, func.length(GroupRow.prompt).label("asked"))
     newest_first = select(*columns).where(GroupRow.job == job).order_by(GroupRow.ordinal.desc())
-    count, groups = 0, connection.execute(newest_first.limit(TRIMMED_AT_ONCE)).all()
+    count, groups = 0, connection.execute(newest_first.limit(at_once)).all()
     while groups:
         members = EpisodeRow.group_id.in_([group.id for group in groups])
         texts = select(exists().where(members, full))
@@ -503,7 +503,7 @@ def trim_episodes(connection: Connection, job: str, keep: int) -> int:
         if not some:
             break
         earlier = newest_first.where(GroupRow.ordinal < groups[-1].ordinal)
-        groups = connection.execute(earlier.limit(TRIMMED_AT_ONCE)).all()
+        groups = connection.execute(earlier.limit(at_once)).all()
     return count
 
 
