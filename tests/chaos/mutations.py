@@ -137,7 +137,7 @@ MUTATIONS = [
     ),
     _one(
         "let go of versions in use", PolicyVersions, "retire",
-        "{version for version, users in self._users.items() if users} | self._held", "self._held", "durable",
+        "self._used | self._held", "self._held", "durable",
         answer=3.0,
     ),
     _one(

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeGuard
 
+from rookery.spec.job import JobSpec
+
 Row = Mapping[str, Any]
 
 ADVICE_STEPS = 3
@@ -177,6 +179,34 @@ def no_signal(rows: Sequence[Row], max_tokens: int | None) -> Alarm | None:
         " or too easy for the model: give other prompts, or partial credit. (3) The replies of a group hardly differ:"
         " raise sampling.temperature or algorithm.group_size",
     )
+
+
+class NoSignal:
+    """Sees every committed step of a job; one line for its log for each run of steps without a signal."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+        self._runs: dict[str, list[Row]] = {}
+        """By policy, the steps of the present run, at most one more than cause a line."""
+
+    def add(self, policy: str, row: Row) -> str:
+        """The line that the metrics of a further step of ``policy`` cause, or an empty text."""
+        run = self._runs.setdefault(policy, [])
+        if not without_signal(row):
+            run.clear()
+        elif len(run) <= ADVICE_STEPS:
+            run.append(row)
+        return self._line(policy) if len(run) == ADVICE_STEPS else ""
+
+    def present(self) -> Iterator[str]:
+        """The lines of the present runs that caused one."""
+        return (self._line(policy) for policy, run in self._runs.items() if len(run) >= ADVICE_STEPS)
+
+    def _line(self, policy: str) -> str:
+        alarm = no_signal(self._runs[policy][:ADVICE_STEPS], self._spec.of_policy(policy).sampling.max_tokens)
+        assert alarm is not None
+        name = f"{policy}: " if self._spec.several_trained else ""
+        return f"{name}{alarm.problem}, so {alarm.remedy}"
 
 
 def dead_reward(job: JobHealth) -> Iterator[Alarm]:

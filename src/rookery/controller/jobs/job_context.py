@@ -19,9 +19,9 @@ from rookery import protocol
 from rookery.clock import Clock
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentRef
-from rookery.controller.jobs.no_signal import NO_SIGNAL, NoSignal
 from rookery.controller.training.policy_run import PolicyRun
 from rookery.controller.training.policy_versions import PolicyVersions
+from rookery.scheduling.health import NoSignal
 from rookery.spec.job import JobSpec
 from rookery.spec.policy import PolicySpec
 from rookery.storage.models import JobRow, VersionRow
@@ -32,6 +32,9 @@ from rookery.tokenization.chat import Chat
 
 RATE_SECONDS = 30.0
 """Window of the shown tokens per second: long enough to span a training step."""
+
+NO_SIGNAL = "no_signal"
+"""Kind of the event of a run of steps without a signal."""
 
 EVENTS_READ = 1000
 """Newest events among which a restart looks for one."""

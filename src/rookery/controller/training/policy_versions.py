@@ -160,10 +160,15 @@ class PolicyVersions:
     def in_use(self) -> list[protocol.AdapterRef]:
         """References to the head, to the versions that followers use and to those that requests still use, oldest
         first."""
-        named = {version for version, users in self._users.items() if users} | self._followed()
+        named = self._used | self._followed()
         if self.head is not None:
             named.add(self.head.version)
         return [self.ref(version) for version in sorted(named) if self._versions[version].kept]
+
+    @property
+    def _used(self) -> set[int]:
+        """The versions with an open context of :meth:`using`."""
+        return {version for version, users in self._users.items() if users}
 
     def step_of(self, version: int) -> int:
         """Optimizer steps behind ``version``."""
@@ -277,7 +282,7 @@ class PolicyVersions:
         scores = {row.version: row.evaluation for row in kept}
         if not any(score is not None for score in scores.values()):  # the two do not compare: they are of other prompts
             scores |= training_rewards((row.parent, row.reward) for row in self._versions.values())
-        in_use = {version for version, users in self._users.items() if users} | self._held
+        in_use = self._used | self._held
         going = versions_to_delete(
             {row.version: scores[row.version] for row in kept},
             keep_last=checkpoints.keep_last if checkpoints is not None else 1,
