@@ -440,6 +440,37 @@ def names_in(path: Path, text: str) -> Iterator[tuple[str, str]]:
                 yield name, f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)} {name}"
 
 
+COUNTED = (
+    "adapters artifacts characters digits entries episodes features fields files groups items jobs machines messages"
+    " operations plans policies processes prompts replies requests rows sinks steps targets tenants tokens versions"
+    " workers"
+).split()
+"""Plurals that numbers of lines for users have; each number may be 1."""
+
+
+def test_numbers_in_texts_agree_with_their_nouns() -> None:
+    """A number that is no constant is written with its noun by ``count_of``: "1 step", "2 steps". A rate such as
+    tokens/s has one form. Errors of kernels are for programmers."""
+    plural = re.compile(rf"\\{{([^{{}}]*)\\}} ([a-z-]+ )?({'|'.join(COUNTED)})\\b(?!/)")
+    found = set()
+    for path, text in sources(SOURCE).items():
+        for node in ast.walk(parsed(text)) if "kernels" not in path.parts else ():
+            if not isinstance(node, ast.JoinedStr):
+                continue
+            values = [part for part in node.values if isinstance(part, ast.FormattedValue)]
+            names = {f"v{i}": ast.unparse(part.value) for i, part in enumerate(values)}
+            marks = iter(names)
+            line = "".join(
+                "{" + next(marks) + "}" if isinstance(part, ast.FormattedValue) else str(part.value)
+                for part in node.values
+                if isinstance(part, ast.FormattedValue | ast.Constant)
+            )
+            for match in plural.finditer(line):
+                if not re.fullmatch(r"(\w+\.)*[A-Z_]+", names[match[1]]):
+                    found.add(f"{path.relative_to(ROOT)}:{node.lineno} {match[0]}")
+    assert found == set()
+
+
 @pytest.mark.parametrize("folder", ["src/rookery", "tests", "benchmarks"])
 def test_no_name_of_the_former_dialect(folder: str) -> None:
     found = set()

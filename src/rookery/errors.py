@@ -156,6 +156,16 @@ def without_paths(text: str, keep: str = "") -> str:
     return _PATH.sub(lambda found: found[0] if found[0] == keep else "(a path of the worker)", text)
 
 
+def count_of(count: float, one: str, many: str = "", *, form: str = "") -> str:
+    """``count`` things: "1 step", "2 steps". ``many`` is their name where there are several, by default the plural of
+    ``one``; with both a verb may follow, such as "step is" and "steps are". ``form``: how the number is written."""
+    number = format(count, form or ("g" if count % 1 else ".0f"))
+    if count == 1:
+        return f"{number} {one}"
+    plural = re.sub(r"(?<=[^aeiou])y$", "ie", one) + ("es" if one.endswith(("s", "x", "ch", "sh")) else "s")
+    return f"{number} {many or plural}"
+
+
 def short(text: str) -> str:
     """``text`` cut to 80 characters for an error line."""
     return text if len(text) <= 80 else text[:77] + "..."

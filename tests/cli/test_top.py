@@ -58,7 +58,7 @@ async def test_runs_are_sorted_searched_and_opened_by_keys(service: EmbeddedServ
         async with app.run_test(size=(160, 40)) as pilot:
             await shown(pilot, lambda: first_cells(app, "#runs") == ["gamma", "beta", "alpha"])
             await shown(pilot, lambda: first_cells(app, "#workers") == ["scripted"])
-            assert "3 completed" in text_of(app, "#line") and "1 of 1 workers serve" in text_of(app, "#line")
+            assert "3 completed" in text_of(app, "#line") and "1 of 1 worker serve" in text_of(app, "#line")
             await pilot.press("s")
             await shown(pilot, lambda: first_cells(app, "#runs") == ["alpha", "beta", "gamma"])
             await pilot.press("S")

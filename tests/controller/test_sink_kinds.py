@@ -300,7 +300,7 @@ def test_a_sink_above_the_most_waits_and_is_written_later(tmp_path: Path) -> Non
         assert done["state"] == "completed"
         until(lambda: len(first.rows) == len(second.rows) == 2)
         lines = sink_events(client, job)
-    assert lines == ["sinks.1: waits: 1 other sinks of yours are written; the metrics are sent later"]
+    assert lines == ["sinks.1: waits: 1 other sink of yours is written; the metrics are sent later"]
 
 
 def test_a_step_that_is_taken_again_is_sent_again(tmp_path: Path) -> None:

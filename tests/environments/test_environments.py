@@ -382,7 +382,7 @@ def test_sizes_of_the_splits_count_held_out_rows_that_are_trained_on(tmp_path: P
 
 @pytest.mark.parametrize(
     ("limits", "says"),
-    [((20, 9), "line 2 has more than 20 bytes"), ((99, 1), "more than 1 rows"), ((99, 2), "")],
+    [((20, 9), "line 2 has more than 20 bytes"), ((99, 1), "more than 1 row;"), ((99, 2), "")],
 )
 def test_count_of_rows_has_limits(tmp_path: Path, limits: tuple[int, int], says: str) -> None:
     path = tmp_path / "rows.jsonl"

@@ -230,7 +230,7 @@ FAILURES = {
     "no call": "its agent ended without a reply of a policy",
     "raises": "ValueError: the tool broke badly (",
     "other model": "no model 'gpt-4o' in an agent's episode: it samples from the job's policies alone; give main",
-    "other model, caught": "its agent ended without a reply of a policy: 1 calls were refused (model gpt-4o)",
+    "other model, caught": "its agent ended without a reply of a policy: 1 call was refused (model gpt-4o)",
     "no outcome": "run returned float, not a rookery.Outcome",
     "no number": "Faulty.run gave the reward nan (float), expected a finite number (",
     "not sampled plainly": "none of its agent's 1 calls can be trained on: they change how tokens are sampled",
@@ -263,7 +263,7 @@ def errors(client: Keyed, job: rookery.Job) -> set[str]:
 def test_an_agent_that_is_stuck_after_a_reply_fails(client: Keyed) -> None:
     Faulty.how = ["stuck"]
     job = client.train(environment={"hosted": Faulty(), "step_timeout": "1s"}, new=True, **JOB)
-    line = "its agent made no call for 1 s (environment.step_timeout), after 1 replies"
+    line = "its agent made no call for 1 s (environment.step_timeout), after 1 reply"
     until(lambda: any(line in error for error in errors(client, job)), lambda: errors(client, job))
     job.cancel()
 

@@ -83,7 +83,7 @@ def test_tenants_are_created_renamed_and_deleted_by_name(service: EmbeddedServic
         finished.wait(60)
         running = client.submit(job(name="running", environment={"hosted": "nobody"}))
         assert client.uploads()
-        with pytest.raises(Conflict, match=r"has 1 jobs that have not ended .*--force"):
+        with pytest.raises(Conflict, match=r"has 1 job that has not ended .*--force"):
             admin.delete_tenant("ada")
         assert running.show().state in ("queued", "running"), "a refused deletion changes nothing"
         admin.delete_tenant("ada", force=True)

@@ -202,7 +202,7 @@ def test_a_backup_without_an_artifact_that_the_database_names_is_refused(tmp_pat
     stored(tmp_path / "data")
     artifacts = Artifacts(tmp_path / "data" / "artifacts")
     artifacts.delete(*artifacts.hashes())
-    with pytest.raises(UserError, match="has none of the 1 artifacts"):
+    with pytest.raises(UserError, match="has none of the 1 artifact "):
         back_up(tmp_path / "data", "", tmp_path / "backup")
     assert {path.name for path in tmp_path.iterdir()} == {"data"}
     assert list((tmp_path / "data" / "artifacts" / ".staging").iterdir()) == []
@@ -212,7 +212,7 @@ def test_the_commands(tmp_path: Path) -> None:
     stored(tmp_path / "data")
     for command, data in (("backup", "data"), ("restore", "restored")):
         result = CliRunner().invoke(app, [command, str(tmp_path / "backup"), "--data", str(tmp_path / data)])
-        assert result.exit_code == 0 and "1 artifacts" in result.output, result.output
+        assert result.exit_code == 0 and "1 artifact;" in result.output, result.output
     assert everything(sqlite_url(tmp_path / "restored")) == everything(sqlite_url(tmp_path / "data"))
 
 

@@ -60,14 +60,14 @@ NEW = Owner("sqlite:///new", "b" * 32, "", frozenset())
         (OURS, "", set(), "belong to another database"),
         (OURS, None, set(), "has none of the 2 artifacts that the database postgresql://host/db names; it used /old"),
         (OURS, None, {"z"}, "has none of the 2 artifacts"),
-        (NEW, None, {"z"}, "has 1 artifacts, none of which the database sqlite:///new names"),
+        (NEW, None, {"z"}, "has 1 artifact, none of which the database sqlite:///new names"),
         (
             replace(OURS, named=frozenset()),
             None,
             set(),
             "is not the place of the artifacts .* it used /old on one last",
         ),
-        (replace(OURS, named=frozenset()), None, {"z"}, "has 1 artifacts, none of which"),
+        (replace(OURS, named=frozenset()), None, {"z"}, "has 1 artifact, none of which"),
         (replace(OURS, named=None), None, {"z"}, True),  # decided again once the tables are migrated
         (replace(OURS, named=None), NEW.identity, {"z"}, "belong to another database"),
     ],
@@ -412,7 +412,7 @@ def test_a_refused_place_is_left_as_it_was(tmp_path: Path) -> None:
     used = replace(NEW, where="/elsewhere", named=frozenset({"c" * 64}))
     for place in (tmp_path / "missing", tmp_path / "empty"):
         (tmp_path / "empty").mkdir(exist_ok=True)
-        with pytest.raises(UserError, match="has none of the 1 artifacts"):
+        with pytest.raises(UserError, match="has none of the 1 artifact "):
             open_artifacts(Place(str(place)), tmp_path / "data", used)
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
 

@@ -12,7 +12,7 @@ from rich.console import Group
 from rookery.cli.options import Cli, DataOption, duration, path_argument, with_options
 from rookery.cli.output import print_json, show, time_of
 from rookery.client.connection import Record
-from rookery.errors import UserError, short
+from rookery.errors import UserError, count_of, short
 from rookery.settings import STORAGE_SETTINGS, Settings
 from rookery.telemetry.rows import Rows, columns
 from rookery.telemetry.table import memory_table, worker_table
@@ -181,7 +181,7 @@ def workers(cli: Cli) -> None:
 def _pool_line(pool: Record) -> str:
     wanted = "no asynchronous job has taken steps enough" if pool.wanted is None else f"{pool.wanted} wanted"
     bounds = "fixed" if pool.most is None else f"from {pool.least} to {pool.most}"
-    return f"{pool.model}: {pool.workers} rollout workers, {wanted} ({bounds})"
+    return f"{pool.model}: {count_of(pool.workers, 'rollout worker')}, {wanted} ({bounds})"
 
 
 def backup(
@@ -194,7 +194,7 @@ def backup(
 
     settings = Settings.load(uses=STORAGE_SETTINGS, data=data)
     count = back_up(settings.data, settings.server.database, folder.absolute(), Place(*settings.server.artifacts))
-    show(f"{folder}: the database and {count} artifacts of {settings.data}")
+    show(f"{folder}: the database and {count_of(count, 'artifact')} of {settings.data}")
 
 
 def restore(
@@ -207,4 +207,7 @@ def restore(
 
     settings = Settings.load(uses=STORAGE_SETTINGS, data=data)
     count = restore(folder.absolute(), settings.data, settings.server.database, Place(*settings.server.artifacts))
-    show(f"{settings.data}: the database and {count} artifacts; rookery serve --data {settings.data} resumes the jobs")
+    show(
+        f"{settings.data}: the database and {count_of(count, 'artifact')}; rookery serve --data {settings.data} resumes"
+        " the jobs"
+    )

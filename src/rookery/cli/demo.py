@@ -27,7 +27,7 @@ from rookery.cli.options import COMPLETED, FAILED, INTERRUPTED, path_option
 from rookery.cli.output import console, is_terminal
 from rookery.client import Client, Job, Record
 from rookery.environments.base import Environment
-from rookery.errors import RookeryError, Unavailable
+from rookery.errors import RookeryError, Unavailable, count_of
 from rookery.settings import Settings
 from rookery.telemetry.table import job_table
 
@@ -197,7 +197,7 @@ def _watch(runs: Sequence[TaskRun], out: Console, start: float) -> None:
             now = time.monotonic()
             if is_terminal() or done or now - shown > PIPED_SECONDS:
                 shown = now
-                title = f"Rookery: {len(runs)} tenants, one {MODEL}, {now - start:.0f} s"
+                title = f"Rookery: {count_of(len(runs), 'tenant')}, one {MODEL}, {now - start:.0f} s"
                 picture = Group(job_table(views, title=title), Text("Ctrl-C stops everything", style="dim"))
                 live.update(picture, refresh=True)
                 if not is_terminal() and not done:

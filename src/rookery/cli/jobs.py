@@ -15,6 +15,7 @@ from rookery.cli.output import console, fields, is_terminal, print_json, show, t
 from rookery.cli.steps import StepLines
 from rookery.client.connection import Record
 from rookery.client.report import outcome, report, reward_text
+from rookery.errors import count_of
 from rookery.telemetry.numbers import evaluation_text
 from rookery.telemetry.rows import Rows, columns, printable
 from rookery.telemetry.table import job_line, job_list, policy_figures, sparkline
@@ -75,7 +76,10 @@ def _policy_lines(view: Record) -> list[tuple[str, str]]:
         if policy is None:
             line = "the base model"
         elif policy.follows:
-            line = f"version {policy.version} of {policy.follows}, swapped in every {about.follows.every} steps"
+            line = (
+                f"version {policy.version} of {policy.follows}, swapped in every"
+                f" {count_of(about.follows.every, 'step')}"
+            )
         else:
             size = f"rank {policy.rank}, alpha {policy.alpha:g}" if policy.rank else "all parameters"
             line = f"version {policy.version}, {size}" + ("" if about.get("train", True) else ", frozen")
@@ -185,7 +189,7 @@ def episode_lines(row: Mapping[str, Any]) -> list[str]:
     """An episode of a list: its name, reward and length, then its replies or its error."""
     ended = f", ended by {row['finish'].replace('_', ' ')}" if row["finish"] not in (None, "done") else ""
     of = f"group {row['ordinal']}, version {row['version']}"
-    lines = [f"{row['episode']}  {of}, {outcome(row)}, {row['tokens']} tokens{ended}"]
+    lines = [f"{row['episode']}  {of}, {outcome(row)}, {count_of(row['tokens'], 'token')}{ended}"]
     if row["error"]:
         lines.append(f"  error: {printable(row['error'])}")
     for reply, policy in itertools.zip_longest(row["replies"], row.get("speakers") or []):
@@ -215,7 +219,9 @@ def conversation_lines(one: Mapping[str, Any]) -> list[str]:
             seconds = f"{turn['generation_seconds']:.2f} s generation, {turn['environment_seconds']:.2f} s environment"
             earned = reward_text(turn["reward"])
             untrained = "" if turn.get("trained", True) else ", not trained on"
-            lines.append(f"  → {earned}, {turn['tokens']} tokens, ended by {turn['finish']}, {seconds}{untrained}")
+            lines.append(
+                f"  → {earned}, {count_of(turn['tokens'], 'token')}, ended by {turn['finish']}, {seconds}{untrained}"
+            )
     if one["messages"] is None:
         lines.append("its text is not kept any more")
     return lines

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rookery.client import Client
-from rookery.errors import Forbidden
+from rookery.errors import Forbidden, count_of
 
 RUNS_SHOWN = 200
 """The newest runs, or the first in the chosen order: more would not be looked at in a terminal."""
@@ -35,10 +35,10 @@ class Overview:
         gauges = self.figures["gauges"]
         parts = [jobs, f"{rate:,.0f} tokens/s"]
         running, waiting = gauges.get("requests_running", 0), gauges.get("requests_waiting", 0)
-        parts.append(f"{running:.0f} requests run, {waiting:.0f} wait")
+        parts.append(f"{count_of(running, 'request runs', 'requests run')}, {waiting:.0f} wait")
         if self.workers is not None:
             serving = sum(worker["state"] == "serving" for worker in self.workers)
-            parts.append(f"{serving} of {len(self.workers)} workers serve")
+            parts.append(f"{serving} of {count_of(len(self.workers), 'worker')} serve")
         return " · ".join(parts)
 
 

@@ -17,7 +17,7 @@ from rookery.bounds import GIVEN_NAME, NAME
 from rookery.children import child_variables, interpreter
 from rookery.cli.options import JsonOption, check_child, last_line, number_option, path_option
 from rookery.cli.output import print_json, show
-from rookery.errors import UserError, short
+from rookery.errors import UserError, count_of, short
 from rookery.scheduling.plan.predict import Device, devices_of, plan_of
 from rookery.scheduling.plan.search import BUDGET, Found, gains, search
 from rookery.settings import TrainingSettings
@@ -102,7 +102,10 @@ def plan(
         print_json(report)
         return
     show(_table(devices, found))
-    show(f"One optimizer step of every job: {found.prediction.seconds:.1f} s ({found.evaluations} plans predicted)")
+    show(
+        f"One optimizer step of every job: {found.prediction.seconds:.1f} s ({count_of(found.evaluations, 'plan')}"
+        " predicted)"
+    )
     low, high = report["measured_seconds"]
     least, most = MEASURED_SLOWER
     show(

@@ -24,7 +24,7 @@ from rookery.cli.options import COMPLETED, ENDINGS, INTERRUPTED, Cli, path_argum
 from rookery.cli.output import print_json, show
 from rookery.client import Client, Job, Record
 from rookery.client.job import ENDED
-from rookery.errors import Conflict, Unavailable, UserError
+from rookery.errors import Conflict, Unavailable, UserError, count_of
 from rookery.folders import temporary_folder
 from rookery.settings import Settings
 from rookery.spec.files import read_job
@@ -226,11 +226,14 @@ def _plan(cli: Cli, client: Client, raw: dict[str, Any], folder: Path) -> int:
     for line in plan["warnings"]:
         show(f"warning: {line}")
     for number, prompt in enumerate(plan["prompts"], 1):
-        show(f"--- prompt {number}, {prompt['tokens']} tokens\n{prompt['text']}")
+        show(f"--- prompt {number}, {count_of(prompt['tokens'], 'token')}\n{prompt['text']}")
     if (constant := plan["constant"]) is not None:
         where = "held-out" if plan["spec"]["evaluation"]["prompts"] else "training"
         reply = jsons.dumps(constant["reply"], ensure_ascii=False)
-        show(f"best constant reply: {reply} earns {constant['reward']:.3f} on {constant['prompts']} {where} prompts")
+        show(
+            f"best constant reply: {reply} earns {constant['reward']:.3f} on"
+            f" {count_of(constant['prompts'], f'{where} prompt')}"
+        )
     return COMPLETED
 
 

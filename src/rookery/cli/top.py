@@ -11,6 +11,7 @@ from rich.text import Text
 from rookery.cli.options import Cli, with_options
 from rookery.cli.output import is_terminal, print_json, show
 from rookery.cli.overview import Overview, ServiceReader
+from rookery.errors import count_of
 from rookery.telemetry.rows import printable
 from rookery.telemetry.table import job_table, worker_table
 
@@ -43,7 +44,7 @@ def plain(seen: Overview) -> RenderableType:
     if seen.runs:
         parts.append(job_table(seen.runs))
     if seen.total > len(seen.runs):
-        parts.append(Text(f"{seen.total - len(seen.runs)} older runs are not shown"))
+        parts.append(Text(f"{count_of(seen.total - len(seen.runs), 'older run is', 'older runs are')} not shown"))
     if seen.workers:
         parts.append(worker_table(seen.workers))
     names = {run["id"]: run["name"] for run in seen.runs}

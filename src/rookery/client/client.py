@@ -20,7 +20,7 @@ from rookery.client.connection import WORK_SECONDS, HttpConnection, Record, segm
 from rookery.client.job import ENDED, Job, sample, stream, times, write_trace
 from rookery.environments.base import Environment
 from rookery.environments.host import Host
-from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError, short
+from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError, count_of, short
 from rookery.folders import temporary_file
 from rookery.paths import named_path
 from rookery.settings import CLIENT_SETTINGS, Settings
@@ -359,7 +359,7 @@ class Client:
         if not found:
             raise NotFound(f"no tenant {wanted!r}; rookery tenants list shows them")
         if len(found) > 1:
-            raise Conflict(f"{len(found)} tenants have the name {wanted!r}; give an id: {', '.join(found)}")
+            raise Conflict(f"{count_of(len(found), 'tenant')} have the name {wanted!r}; give an id: {', '.join(found)}")
         return str(found[0])
 
     def _send_job(self, path: str, spec: Mapping[str, Any], folder: Path | None, headers: dict[str, str]) -> Any:

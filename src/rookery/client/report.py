@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from rookery.client.job import Job
+from rookery.errors import count_of
 from rookery.telemetry.numbers import evaluation_cells
 
 EPISODES = 100
@@ -73,7 +74,8 @@ def _lines(job: Job, episodes: int) -> Iterator[str]:
     yield "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
     yield f"<style>{STYLE}</style><h1>{text(view.name)}</h1>"
     yield f"<p>{text(view.state)}{': ' + text(view.reason) if view.reason else ''} · {text(view.base_model)} ·"
-    yield f" step {view.step} · {view.tokens:,} tokens sampled · submitted {_time(view.created)} · {text(view.id)}</p>"
+    yield f" step {view.step} · {count_of(view.tokens, 'token', form=',')} sampled"
+    yield f" · submitted {_time(view.created)} · {text(view.id)}</p>"
     several = len(view.spec.policies) > 1
     names = list(dict.fromkeys(row.get("policy") for row in rows))
     if several:
@@ -101,10 +103,10 @@ def _lines(job: Job, episodes: int) -> Iterator[str]:
             [(*[one.policy] * several, one.version, *evaluation_cells(one).values()) for one in evaluations],
         )  # fmt: skip
     if found := job.episodes(limit=episodes):
-        yield f"<h2>The newest {len(found)} episodes</h2>"
+        yield f"<h2>The newest {count_of(len(found), 'episode')}</h2>"
         for one in found:
             yield f"<article><b>{outcome(one)}</b> <span class=muted>group {one.ordinal}, version {one.version},"
-            yield f" {one.tokens} tokens</span><pre class=muted>{text(one.prompt)}</pre>"
+            yield f" {count_of(one.tokens, 'token')}</span><pre class=muted>{text(one.prompt)}</pre>"
             for reply, policy in itertools.zip_longest(one.replies, one.get("speakers") or []):
                 yield (f"<b>{text(policy)}</b>" if policy else "") + f"<pre>{text(reply)}</pre>"
             yield (f"<pre>{text(one.error)}</pre>" if one.error else "") + "</article>"

@@ -14,7 +14,7 @@ from rookery.clock import Clock
 from rookery.controller.quotas import Quotas
 from rookery.controller.sessions.sessions import Sessions
 from rookery.controller.weights.gc import ArtifactCollector
-from rookery.errors import Conflict, RookeryError
+from rookery.errors import Conflict, RookeryError, count_of
 from rookery.storage.repositories import jobs, sessions, tenants
 from rookery.storage.store import Store, every
 from rookery.turns import work_of
@@ -66,8 +66,8 @@ class Deletions:
             if unfinished and not force:
                 shown = ", ".join(sorted(unfinished)[:SHOWN_JOBS])
                 raise Conflict(
-                    f"tenant {tenant} has {len(unfinished)} jobs that have not ended ({shown}); delete it with force"
-                    " (rookery tenants delete --force), which cancels them"
+                    f"tenant {tenant} has {count_of(len(unfinished), 'job that has', 'jobs that have')} not ended"
+                    f" ({shown}); delete it with force (rookery tenants delete --force), which cancels them"
                 )
             with work_of(tenant):
                 await store.write(tenants.delete_tenant, tenant, self._clock.time())

@@ -35,7 +35,7 @@ from rookery.controller.sink_run import METRICS_AT_ONCE, Figure, RefusedBySink, 
 from rookery.controller.trackio_run import TrackioRun, trackio_headers
 from rookery.controller.wandb_run import WandbRun, wandb_headers
 from rookery.environments.outbound import AnswerLimits, one_line, request_json
-from rookery.errors import NotFound, RookeryError, UserError, short
+from rookery.errors import NotFound, RookeryError, UserError, count_of, short
 from rookery.network import named_services, reachable, service_url
 from rookery.protocol import ChatMessage
 from rookery.settings import Settings
@@ -257,7 +257,7 @@ class JobSinks:
         with suppress(RookeryError):  # without it, only a sink of a job that ended just before a stop is known
             await store.write(jobs.open_sink, row.id, number)
         if room.locked():
-            others = f"{self._rules.of_tenant} other sinks of yours are written"
+            others = f"{count_of(self._rules.of_tenant, 'other sink of yours is', 'other sinks of yours are')} written"
             await self._add_event(row, f"sinks.{number}: waits: {others}; the metrics are sent later")
         async with room:
             await self._follow(row, number, spec)

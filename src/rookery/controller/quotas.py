@@ -30,7 +30,7 @@ from weakref import WeakValueDictionary
 from rookery.aio import Signal
 from rookery.clock import Clock
 from rookery.controller.service_time import CHECK_BURST, LONGEST_PAUSE, KeylessTime, ServiceTime
-from rookery.errors import RookeryError, TooManyRequests, Unavailable
+from rookery.errors import RookeryError, TooManyRequests, Unavailable, count_of
 from rookery.settings import LimitSettings
 from rookery.spec import values
 from rookery.spec.job import EnvironmentSpec, JobSpec
@@ -207,7 +207,9 @@ class Quotas:
         since, left = self._allowance[tenant]
         left = min(rate * BURST_SECONDS, left + (now - since) * rate)
         if left < 1:
-            raise self._refuse("requests_per_second", f"more than {rate:g} requests in a second", (1 - left) / rate)
+            raise self._refuse(
+                "requests_per_second", f"more than {count_of(rate, 'request')} in a second", (1 - left) / rate
+            )
         self._allowance[tenant] = (now, left - 1)
 
     @contextmanager
@@ -325,7 +327,8 @@ class Quotas:
         used, most = self.models(tenant), self.limit(tenant, "models")
         if model not in used and len(used) >= most:
             raise self._refuse(
-                "models", f"{model}: you use {len(used)} base models ({', '.join(sorted(used))}), allowed: {most:g}"
+                "models",
+                f"{model}: you use {count_of(len(used), 'base model')} ({', '.join(sorted(used))}), allowed: {most:g}",
             )
 
     @contextmanager
@@ -468,7 +471,8 @@ class Quotas:
         if not most or tokens[tenant] < most:
             return ""
         next_day = time.strftime("%Y-%m-%d", time.gmtime((day + 1) * DAY))
-        return f"the tenant's {most:.0f} tokens of today are used up; it continues by itself on {next_day}, 00:00 UTC"
+        tokens_used = count_of(most, "token of today is", "tokens of today are")
+        return f"the tenant's {tokens_used} used up; it continues by itself on {next_day}, 00:00 UTC"
 
     def check_tokens(self, tenant: str) -> None:
         """Raises :class:`TooManyRequests` where today's tokens are used up."""
@@ -519,9 +523,9 @@ def job_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) ->
     if tokens > limits.job_tokens:
         refused["job_tokens"] += 1
         problems.append(
-            f"algorithm: {groups} groups in memory (groups_per_step x (max_staleness + 1)) x group_size"
-            f" {algorithm.group_size} x max_tokens {spec.sampling.max_tokens} x turns {turns} = {tokens} tokens,"
-            f" allowed: at most {limits.job_tokens} (the service's ROOKERY_JOB_TOKENS)"
+            f"algorithm: {count_of(groups, 'group')} in memory (groups_per_step x (max_staleness + 1)) x group_size"
+            f" {algorithm.group_size} x max_tokens {spec.sampling.max_tokens} x turns {turns} ="
+            f" {count_of(tokens, 'token')}, allowed: at most {limits.job_tokens} (the service's ROOKERY_JOB_TOKENS)"
         )
     return problems
 

@@ -11,7 +11,7 @@ import math
 from rookery.algorithms.schedules import rate
 from rookery.environments.base import SplitSizes
 from rookery.environments.messages import example_of
-from rookery.errors import UserError
+from rookery.errors import UserError, count_of
 from rookery.spec.job import FIRST_REPLIES, JobSpec
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.demonstrations import rendered
@@ -57,9 +57,9 @@ def evaluation_warnings(spec: JobSpec) -> list[str]:
         return [f"evaluation.every: {every} without evaluation.prompts: nothing is evaluated; give evaluation.prompts"]
     if every % versions:
         return [
-            f"evaluation.every: {every}: a version exists after every {versions} steps (checkpoints.commit_every), and"
-            f" only those after {math.lcm(every, versions)} steps and its multiples are evaluated; give a multiple of"
-            f" {versions}"
+            f"evaluation.every: {every}: a version exists after every {count_of(versions, 'step')}"
+            f" (checkpoints.commit_every), and only those after {count_of(math.lcm(every, versions), 'step')} and its"
+            f" multiples are evaluated; give a multiple of {versions}"
         ]
     return []
 
@@ -102,8 +102,8 @@ def frozen_warnings(spec: JobSpec) -> list[str]:
         steps = spec.of_policy(followed.policy).stop.steps
         if steps is not None and followed.every >= steps:
             lines.append(
-                f"policies.{name}.follows.every: {followed.every}, but {followed.policy} takes {steps} steps: it stays"
-                f" at version 0; give fewer than {steps}"
+                f"policies.{name}.follows.every: {followed.every}, but {followed.policy} takes"
+                f" {count_of(steps, 'step')}: it stays at version 0; give fewer than {steps}"
             )
     return lines
 
@@ -158,15 +158,15 @@ def split_warnings(spec: JobSpec, sizes: SplitSizes | None) -> list[str]:
     lines, asked = [], spec.evaluation.prompts
     if sizes.repeated:
         lines.append(
-            f"environment: {sizes.repeated} of {sizes.held_out} held-out rows have the prompt of a training row: their"
-            " reward shows what was learned by heart; remove them from one of the two"
+            f"environment: {sizes.repeated} of {count_of(sizes.held_out, 'held-out row')} have the prompt of a training"
+            " row: their reward shows what was learned by heart; remove them from one of the two"
         )
     if asked > sizes.held_out > 0:
         lines.append(f"evaluation.prompts: {asked}, but only {sizes.held_out} are held out; all of them are taken")
     if sizes.asked and not asked:
         lines.append(
-            f"environment: {sizes.held_out} rows are held out and never used; give evaluation.prompts, such as"
-            f" {sizes.held_out}"
+            f"environment: {count_of(sizes.held_out, 'row is', 'rows are')} held out and never used; give"
+            f" evaluation.prompts, such as {sizes.held_out}"
         )
     return lines
 
@@ -177,8 +177,9 @@ def length_warnings(spec: JobSpec) -> list[str]:
     if spec.algorithm.name != "dr_grpo" or "max_turns" in environment.model_fields_set or environment.hosted is None:
         return []
     return [
-        f"environment.max_turns: absent: dr_grpo divides by {environment.max_turns} replies of sampling.max_tokens"
-        f" {spec.sampling.max_tokens}; give max_turns the most replies that an episode takes, 1 for one reply"
+        f"environment.max_turns: absent: dr_grpo divides by {count_of(environment.max_turns, 'reply')} of"
+        f" sampling.max_tokens {spec.sampling.max_tokens}; give max_turns the most replies that an episode takes, 1 for"
+        " one reply"
     ]
 
 

@@ -40,7 +40,7 @@ from rookery.environments.demonstrations import Demonstration, Preference, demon
 from rookery.environments.judges import parse_judges
 from rookery.environments.messages import readable
 from rookery.environments.verifiers.graders import named_models
-from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, short
+from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, count_of, short
 from rookery.settings import Settings
 from rookery.spec import values
 from rookery.spec.fine_tuned import CHECKPOINT_OF, is_name_of
@@ -137,7 +137,8 @@ class JobValidator:
         most = self._quotas.limit(tenant, "models")
         if len(set(spec.base_models)) > most:
             problems.append(
-                f"policies: they have {len(set(spec.base_models))} base models, allowed: {most:g} of a tenant at once"
+                f"policies: they have {count_of(len(set(spec.base_models)), 'base model')}, allowed: {most:g} of a"
+                " tenant at once"
             )
         for name, policy in spec.policies.items():
             if policy.lora_rank > services.settings.engine.max_rank:
@@ -433,8 +434,8 @@ class JobValidator:
                 shown.append(PromptView(messages=messages, text=text, tokens=tokens))
         if full := [view.tokens for view in shown if view.tokens >= chat.context]:
             notes.append(
-                f"{len(full)} of the first {len(split.prompts)} prompts leave no room for a reply: the longest has"
-                f" {max(full)} tokens, the model's context is {chat.context}"
+                f"{len(full)} of the first {count_of(len(split.prompts), 'prompt')} leave no room for a reply: the"
+                f" longest has {count_of(max(full), 'token')}, the model's context is {chat.context}"
             )
         best = BestConstantView.model_validate(constant) if constant is not None else None
         return shown, best, [note for note in notes if note]

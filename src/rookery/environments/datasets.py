@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 from rookery.environments.base import Environment, MadePrompts, Split
+from rookery.errors import count_of
 from rookery.spec import values
 
 STREAM_AFTER = 10_000
@@ -99,8 +100,9 @@ class PromptDataset:
             if entry is None:  # the stream ended: later indices wrap
                 if self._position < self._most:
                     raise ValueError(
-                        f"prompts({self._split!r}) gave {self._most} entries, and {self._position} when it was called"
-                        " again; return a new iterable at each call"
+                        f"prompts({self._split!r}) gave {count_of(self._most, 'entry')}, and {self._position} when it"
+                        f" was"
+                        " called again; return a new iterable at each call"
                     )
                 self._length = self._position
                 continue
@@ -125,8 +127,8 @@ def repeated_note(train: PromptDataset, held_out: PromptDataset) -> str:
         return ""
     count = sum(prompt in found for prompt in asked)
     return (
-        f"{count} of {len(asked)} held-out prompts are training prompts too: their reward shows what was learned by"
-        " heart; give others to one of the two"
+        f"{count} of {count_of(len(asked), 'held-out prompt')} are training prompts too: their reward shows what was"
+        " learned by heart; give others to one of the two"
     )
 
 

@@ -29,7 +29,7 @@ from rookery.environments.tools import Tool, as_message, called
 from rookery.environments.verifiers.parts import spoken
 from rookery.environments.verifiers.texts import is_blank
 from rookery.environments.verifiers.verifiers import Grader, Judge, Verifier
-from rookery.errors import UserError, short
+from rookery.errors import UserError, count_of, short
 from rookery.protocol import BestConstant
 from rookery.spec import values
 from rookery.spec.job import TOOL_CALLS
@@ -133,7 +133,9 @@ class RowFiles(Environment):
         """All rows by the option that names their file."""
         if options.eval_last:
             if options.eval_last >= len(rows):
-                raise UserError(f"eval_last: given {options.eval_last}, allowed: less than the {len(rows)} rows")
+                raise UserError(
+                    f"eval_last: given {options.eval_last}, allowed: less than the {count_of(len(rows), 'row')}"
+                )
             rows, held_out = rows[: -options.eval_last], rows[-options.eval_last :]
         self._splits: dict[str, Sequence[dict[str, Any]]] = {"train": rows, "eval": held_out}
 
@@ -361,7 +363,7 @@ def _check_asked(verifier: Verifier, row: Any, where: str) -> None:
     check_row(row, where)
     _refuse_unread(row, where, {name: why for name, why in NO_MESSAGE.items() if not verifier.may_read(name)})
     if (count := len(messages_of(row))) > MOST_ASKED:
-        raise UserError(f"{where} has {count} messages; give at most {MOST_ASKED}")
+        raise UserError(f"{where} has {count_of(count, 'message')}; give at most {MOST_ASKED}")
 
 
 def _rows(

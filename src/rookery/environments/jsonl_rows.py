@@ -6,7 +6,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-from rookery.errors import UserError
+from rookery.errors import UserError, count_of
 from rookery.spec import values
 
 ROW_BYTES, ROWS = 1 << 30, 1 << 40
@@ -60,7 +60,7 @@ def scan(
         check(row, f"{where}: line {number}")
         count += 1
         if count > rows:
-            raise UserError(f"{where}: it has more than {rows} rows; give fewer")
+            raise UserError(f"{where}: it has more than {count_of(rows, 'row')}; give fewer")
         yield start, row
     if not count:
         raise UserError(f'{where}: no rows; write one JSON object per line, like {{"prompt": "2+2?", "answer": "4"}}')

@@ -26,7 +26,7 @@ from rookery.environments.sandbox.sandbox import Program, ProgramLimits, Sandbox
 from rookery.environments.verifiers import pool
 from rookery.environments.verifiers.parts import ReplyPart
 from rookery.environments.verifiers.pool import LIMIT_SECONDS, VerifierError, VerifierPool, VerifierTimeout
-from rookery.errors import UserError, installs
+from rookery.errors import UserError, count_of, installs
 
 log = logging.getLogger("rookery.environments")
 
@@ -179,9 +179,8 @@ class ReasoningGym(Environment):
         """A notice about a split for the job's owner, in one line; empty for none."""
         if split == "eval" or not self._left_out:
             return ""
-        return (
-            f"{self._left_out} of {self._options.size} training questions are held-out questions too, and are left out"
-        )
+        training = count_of(self._options.size, "training question")
+        return f"{self._left_out} of {training} are held-out questions too, and are left out"
 
     def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
         return [{"role": "user", "content": prompt["question"] + self._options.suffix}]

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from rookery.bounds import ENTRIES, MAX_FRAME, Count, ErrorText, Integer, Name, Token
+from rookery.errors import count_of
 from rookery.protocol.common import Struct, floats, integers
 
 Likeliest = Annotated[list[tuple[Token, float]], Meta(max_length=1000)]
@@ -95,7 +96,7 @@ class PromptLogprobs(Struct, kw_only=True):
         """Append the scores of ``part`` that follow these, which begin at number 0. Raises ``ValueError`` for a gap."""
         known = len(self) - part.first
         if known < 0:
-            raise ValueError(f"scores from number {part.first} do not follow {len(self)} scores")
+            raise ValueError(f"scores from number {part.first} do not follow {count_of(len(self), 'score')}")
         new = part.part(known, len(part)) if known else part
         self.logprobs += new.logprobs
         self.top_tokens += new.top_tokens
@@ -140,9 +141,14 @@ class TokenLog(msgspec.Struct):
         """Append tokens. Raises ``ValueError`` for lists of different lengths, and for more tokens than a log holds."""
         count = len(tokens)
         if not count == len(logprobs) == len(versions):
-            raise ValueError(f"{count} tokens with {len(logprobs)} log-probabilities and {len(versions)} versions")
+            raise ValueError(
+                f"{count_of(count, 'token')} with {len(logprobs)} log-probabilities and"
+                f" {count_of(len(versions), 'version')}"
+            )
         if len(self.tokens) + count > ENTRIES:
-            raise ValueError(f"a log of {len(self.tokens)} tokens has no room for {count} more: at most {ENTRIES}")
+            raise ValueError(
+                f"a log of {count_of(len(self.tokens), 'token')} has no room for {count} more: at most {ENTRIES}"
+            )
         self.tokens.extend(tokens)
         self.logprobs.extend(logprobs)
         self.versions.extend(versions)
@@ -158,7 +164,9 @@ class TokenLog(msgspec.Struct):
         number of new tokens: none for a chunk that came before. Raises ``ValueError`` for one that leaves a gap."""
         skip = start + len(self.tokens) - chunk.offset
         if skip < 0:
-            raise ValueError(f"tokens from number {chunk.offset} do not follow {start + len(self.tokens)} tokens")
+            raise ValueError(
+                f"tokens from number {chunk.offset} do not follow {count_of(start + len(self.tokens), 'token')}"
+            )
         tokens, logprobs = (chunk.tokens[skip:], chunk.logprobs[skip:]) if skip else (chunk.tokens, chunk.logprobs)
         count = len(tokens)
         self.extend(tokens, logprobs, [chunk.version] * count)

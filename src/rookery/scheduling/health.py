@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeGuard
 
+from rookery.errors import count_of
 from rookery.spec.job import JobSpec
 
 Row = Mapping[str, Any]
@@ -169,7 +170,9 @@ def no_signal(rows: Sequence[Row], max_tokens: int | None) -> Alarm | None:
     rewards = [row["reward"] for row in last if known(row.get("reward"))]
     low, high = (f"{bound(rewards):.4g}" if rewards else "unknown" for bound in (min, max))
     lengths = [row["length_max"] for row in last if known(row.get("length_max"))]
-    longest = f" (longest: {max(lengths):.0f} tokens, sampling.max_tokens: {max_tokens})" if lengths else ""
+    longest = (
+        f" (longest: {count_of(round(max(lengths)), 'token')}, sampling.max_tokens: {max_tokens})" if lengths else ""
+    )
     return Alarm(
         "dead reward",
         f"steps {first} to {newest}: all rewards were equal within every group (mean reward"
@@ -220,7 +223,7 @@ def truncated(job: JobHealth) -> Iterator[Alarm]:
     if share > TRUNCATED_SHARE:
         yield Alarm(
             "truncated replies",
-            f"{share:.0%} of the newest {len(ends)} replies were cut at sampling.max_tokens",
+            f"{share:.0%} of the newest {count_of(len(ends), 'reply')} were cut at sampling.max_tokens",
             "raise sampling.max_tokens, or ask for shorter replies",
         )
 
@@ -231,7 +234,7 @@ def stale_groups(job: JobHealth) -> Iterator[Alarm]:
     if dropped and begun >= FEWEST_EPISODES and dropped / begun > STALE_SHARE:
         yield Alarm(
             "stale groups",
-            f"{dropped} groups were dropped as too old, {dropped / begun:.0%} of those begun",
+            f"{count_of(dropped, 'group was', 'groups were')} dropped as too old, {dropped / begun:.0%} of those begun",
             "raise algorithm.max_staleness, or lower the number of groups in flight",
         )
 
@@ -257,7 +260,7 @@ def failing_environment(job: JobHealth) -> Iterator[Alarm]:
         common = statistics.mode(errors)
         yield Alarm(
             "failing episodes",
-            f"{share:.0%} of the newest {len(job.episodes)} episodes failed, most often with: {common}",
+            f"{share:.0%} of the newest {count_of(len(job.episodes), 'episode')} failed, most often with: {common}",
             "read the failed episodes and repair the environment",
         )
 

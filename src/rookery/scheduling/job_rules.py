@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from rookery.errors import count_of
+
 
 def admission_budget(
     *, step: int, durable_step: int, in_flight: int, ready: int, per_step: int, max_staleness: int
@@ -129,4 +131,4 @@ class FailureRateMonitor:
         if total < self._window // 2 or len(errors) <= self._share * total:
             return None
         common = max(sorted(set(errors)), key=errors.count)
-        return f"{len(errors)} of the last {total} episodes failed, most with: {common}"
+        return f"{len(errors)} of the last {count_of(total, 'episode')} failed, most with: {common}"

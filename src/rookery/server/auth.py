@@ -33,7 +33,7 @@ from rookery.controller.controller import Controller
 from rookery.controller.fleet.agents import KEY_PREFIX, AgentSession
 from rookery.controller.service_time import LONGEST_WAIT, LONGEST_WORK_WAIT
 from rookery.environments.checks import EnvironmentChecks
-from rookery.errors import Forbidden, NotFound, RookeryError, TooManyRequests, Unauthorized
+from rookery.errors import Forbidden, NotFound, RookeryError, TooManyRequests, Unauthorized, count_of
 from rookery.network import source_of
 from rookery.server.bodies import BodyInvalid, BoundedRequest
 from rookery.server.connections import Connections
@@ -92,7 +92,9 @@ class FailedKeys:
     def check(self, address: str, key: str) -> None:
         """Raises :class:`TooManyRequests`."""
         if self._failed.get(address, 0) >= self._limit and not self._was_valid(key):
-            raise TooManyRequests(f"{self._limit} requests with a wrong key in a minute; try again later", MINUTE)
+            raise TooManyRequests(
+                f"{count_of(self._limit, 'request')} with a wrong key in a minute; try again later", MINUTE
+            )
 
     @asynccontextmanager
     async def turn(self, address: str, key: str, *, agent: bool = False) -> AsyncIterator[None]:
@@ -394,9 +396,9 @@ def _open_request(service: ServiceContext, connection: HTTPConnection, tenant: s
     most = service.connections.per_tenant
     if service.open_requests[tenant] >= most:
         service.refusals["requests_open"] += 1
-        raise TooManyRequests(
-            f"{most} requests of yours are open (a quarter of ROOKERY_CONNECTIONS); end some first", OPEN_RETRY_SECONDS
-        )
+        opened = count_of(most, "request of yours is", "requests of yours are")
+        line = f"{opened} open (a quarter of ROOKERY_CONNECTIONS); end some first"
+        raise TooManyRequests(line, OPEN_RETRY_SECONDS)
     service.open_requests[tenant] += 1
     connection.state.open = True
 

@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.aio import Portions
-from rookery.errors import shortage
+from rookery.errors import count_of, shortage
 from rookery.network import source_of
 from rookery.server.connections import Slot
 from rookery.server.responses import retry_headers
@@ -389,17 +389,17 @@ def measure(body: bytes, items: int, depth: int, digits: int = DIGITS, name: str
         at = end
         quotes += (ends := piece.count(b'"'))
         if quotes > 4 * items + 4:  # a key and a text for each item
-            raise BodyRefused(413, f"{name} has more than {items} items; send fewer in a request")
+            raise BodyRefused(413, f"{name} has more than {count_of(items, 'item')}; send fewer in a request")
         bare = b"".join(piece.split(b'"')[within::2])
         within = (within + ends) % 2
         fields += bare.count(b":")
         opened += bare.count(b",") + bare.count(b"[") + bare.count(b"{")
         closed += bare.count(b"]") + bare.count(b"}")
         if max(opened, closed) > items:
-            raise BodyRefused(413, f"{name} has more than {items} items; send fewer in a request")
+            raise BodyRefused(413, f"{name} has more than {count_of(items, 'item')}; send fewer in a request")
         last += bare.translate(_ZEROS)
         if b"0" * (digits + 1) in last:
-            raise BodyRefused(422, f"{name} has a number of more than {digits} digits; give a shorter one")
+            raise BodyRefused(422, f"{name} has a number of more than {count_of(digits, 'digit')}; give a shorter one")
         last = last[-digits:]
         for bracket in bare.translate(None, _OUTSIDE):
             level += 1 if bracket in b"[{" else -1

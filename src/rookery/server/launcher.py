@@ -51,7 +51,7 @@ from rookery.environments.foreign.verifiers import parse_verifiers
 from rookery.environments.judges import parse_judges
 from rookery.environments.rules import EnvironmentRules
 from rookery.environments.sandbox.sandbox import find as find_sandbox
-from rookery.errors import RookeryError, Unavailable, UserError, shortages, unusable
+from rookery.errors import RookeryError, Unavailable, UserError, count_of, shortages, unusable
 from rookery.folders import usable_cache
 from rookery.network import FollowingContext, dialled_host, join_address
 from rookery.server.app import build, standby
@@ -281,9 +281,7 @@ class Service:
                 store=Store(database, writer, transfers, readers),
                 artifacts=artifacts,
                 chat=base_models.chat,
-                threads=Threads(
-                    work=threads, encoders=encoders, openers=openers, checkers=checkers, senders=senders
-                ),
+                threads=Threads(work=threads, encoders=encoders, openers=openers, checkers=checkers, senders=senders),
             ),
             check_environment=checks.validate,
             jobs_folder=folder.jobs,
@@ -527,8 +525,8 @@ def _check_scale(settings: Settings) -> None:
         )
     if 0 < most < fixed:
         raise UserError(
-            f"ROOKERY_SCALE_MAX is {most}, but the {fixed} workers per model of ROOKERY_WORKERS always stay; set it to"
-            f" 0 or at least {fixed}"
+            f"ROOKERY_SCALE_MAX is {most}, but the {count_of(fixed, 'worker')} per model of ROOKERY_WORKERS always"
+            f" stay; set it to 0 or at least {fixed}"
         )
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, mo
 
 from rookery.bounds import CONVERSATION, GIVEN_NAME, METRICS, STOP_TEXTS, GivenModel, Line, Name, StopText, Text
 from rookery.controller.views import CostView, RunView
+from rookery.errors import count_of
 from rookery.protocol import MOST_POLICIES
 from rookery.spec.parsing import MAX_PROBLEMS
 from rookery.spec.policy import Temperature
@@ -164,7 +165,7 @@ class RequestModel(GivenModel):
     @classmethod
     def _few(cls, data: Any) -> Any:
         if isinstance(data, dict) and len(data) > MAX_PROBLEMS:
-            raise ValueError(f"{len(data)} fields are given, most of them unknown")
+            raise ValueError(f"{count_of(len(data), 'field')} are given, most of them unknown")
         return data
 
 

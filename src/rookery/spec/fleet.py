@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from rookery.bounds import GIVEN_NAME, INTEGER, Line, Name
-from rookery.errors import UserError
+from rookery.errors import UserError, count_of
 from rookery.spec.files import read_mapping
 from rookery.spec.machine import Count, FrozenModel, Machine, Positive, Time, Whole, Workload
 from rookery.spec.parsing import known_fields, problem_line
@@ -67,7 +67,9 @@ class FleetSpec(FrozenModel):
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"machines: the name {min(twice)} is there twice; give each kind its own name")
         if (count := sum(machine.count for machine in self.machines)) > MAX_MACHINES:
-            raise ValueError(f"machines: {count} machines, at most {MAX_MACHINES}; plan a part of the fleet")
+            raise ValueError(
+                f"machines: {count_of(count, 'machine')}, at most {MAX_MACHINES}; plan a part of the fleet"
+            )
         sites = {self.service, *(machine.site for machine in self.machines)}
         for link in self.links:
             if unknown := set(link.between) - sites:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rookery.errors import UserError, nearest, short, single_line
+from rookery.errors import UserError, count_of, nearest, short, single_line
 from rookery.spec import values
 from rookery.spec.job import JobSpec
 from rookery.spec.policy import PolicySpec
@@ -110,7 +110,7 @@ def parse_job(data: Any) -> JobSpec:
         spec = JobSpec.model_validate(data)
     except ValidationError as error:
         if error.error_count() > MAX_PROBLEMS:
-            raise SpecError([f"job: {error.error_count()} fields are wrong or unknown"]) from None
+            raise SpecError([f"job: {count_of(error.error_count(), 'field')} are wrong or unknown"]) from None
         raise SpecError([_job_problem(detail) for detail in error.errors(include_url=False)]) from None
     problems = [f"policies.{name}: {line}" for name in spec.policies if (line := _name_problem(name, spec))]
     problems += [

@@ -27,7 +27,7 @@ import numpy as np
 import regex
 
 from rookery.bounds import FLOAT32
-from rookery.errors import UserError, short
+from rookery.errors import UserError, count_of, short
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -267,10 +267,14 @@ class PeftLora:
                 return f"its weights are for {short(name)}, which is no projection of this base model"
             expected = model.shapes.get((layer, part))
             if shape != expected:
-                has = "does not have" if expected is None else f"has as {expected[0]} to {expected[1]} features"
+                has = (
+                    "does not have"
+                    if expected is None
+                    else f"has as {expected[0]} to {count_of(expected[1], 'feature')}"
+                )
                 return (
-                    f"the LoRA of layer {layer} {part} does not fit this base model: it is for {shape[0]} to {shape[1]}"
-                    f" features, which the model {has}"
+                    f"the LoRA of layer {layer} {part} does not fit this base model: it is for {shape[0]} to"
+                    f" {count_of(shape[1], 'feature')}, which the model {has}"
                 )
         if self.options.get("init_lora_weights", True) in _RANDOM:
             targeted = _Targets(self.options)
@@ -296,7 +300,9 @@ def read_lora(config: bytes, weights: BinaryIO, size: int) -> PeftLora:
         pairs.setdefault((match[1], int(match[2]), match[3]), {})[match[4]] = entry.shape
     prefixes = {prefix for prefix, _, _ in pairs}
     if len(prefixes) != 1:
-        problem = "holds no weights" if not prefixes else f"has layers in {len(prefixes)} lists, a model has one"
+        problem = (
+            "holds no weights" if not prefixes else f"has layers in {count_of(len(prefixes), 'list')}, a model has one"
+        )
         raise UserError(f"adapter: {WEIGHTS_FILE} {problem}; send a folder that PEFT saved")
     shapes = {}
     for (prefix, layer, module), pair in pairs.items():

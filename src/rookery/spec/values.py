@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from decimal import Context, Decimal
 from typing import Any, NoReturn
 
-from rookery.errors import short
+from rookery.errors import count_of, short
 
 MAX_DEPTH = 64
 """Deepest nesting of a value, as for the JSON bodies of requests. Results hold a prompt a few levels deeper, and their
@@ -159,7 +159,11 @@ def _at(path: str, reason: str) -> str:
 
 
 def _number(value: int) -> str:
-    return f"a number of {value.bit_length() * 0.30103:.0f} digits" if value.bit_length() > 200 else str(value)
+    return (
+        f"a number of {count_of(round(value.bit_length() * 0.30103), 'digit')}"
+        if value.bit_length() > 200
+        else str(value)
+    )
 
 
 def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

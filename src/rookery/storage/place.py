@@ -39,6 +39,7 @@ from rookery.errors import (
     RookeryError,
     UnreadableArtifact,
     UserError,
+    count_of,
     shortage,
 )
 
@@ -196,12 +197,12 @@ def admit(owner: Owner, place: str, mark: str | None, found: Callable[[], Collec
         return True  # written by a version of Rookery without marks, or copied without the mark
     if owner.named:
         raise UserError(
-            f"{place} has none of the {len(owner.named)} artifacts that the database {owner.shown} names{last};"
-            " give the data folder and the ROOKERY_ARTIFACTS_URL where they are, or mount the disk"
+            f"{place} has none of the {count_of(len(owner.named), 'artifact')} that the database {owner.shown}"
+            f" names{last}; give the data folder and the ROOKERY_ARTIFACTS_URL where they are, or mount the disk"
         )
     if there:
         raise UserError(
-            f"{place} has {len(there)} artifacts, none of which the database {owner.shown} names{last};"
+            f"{place} has {count_of(len(there), 'artifact')}, none of which the database {owner.shown} names{last};"
             " give an empty place, or the database that they belong to"
         )
     if owner.where:

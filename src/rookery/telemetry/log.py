@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import TYPE_CHECKING, TextIO
 
-from rookery.errors import single_line
+from rookery.errors import count_of, single_line
 
 FIELDS = ("tenant", "job", "policy", "version", "worker", "episode", "request")
 """Context fields that ``extra`` may have; each becomes a field of the line."""
@@ -58,7 +58,7 @@ MESSAGE, FIELD, TRACEBACK = 2000, 200, 20_000
 def bounded_line(text: str, most: int) -> str:
     """``text`` for a log or a terminal: :func:`~rookery.errors.single_line` of at most ``most`` characters."""
     if len(text) > most:
-        text = f"{text[:most]}... ({len(text) - most} more characters)"
+        text = f"{text[:most]}... ({count_of(len(text) - most, 'more character')})"
     return single_line(text)
 
 

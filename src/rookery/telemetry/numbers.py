@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rookery.errors import count_of
+
 RENEWED = "renewed"
 """Key in a step's row, no metric: when steps before it were deleted."""
 
@@ -39,10 +41,10 @@ def evaluation_text(evaluation: Mapping[str, Any]) -> str:
     """The same as a sentence."""
     cells = evaluation_cells(evaluation)
     if "loss" not in cells:
-        return f"{cells['mean reward']} on {cells['held-out prompts']} held-out prompts"
+        return f"{cells['mean reward']} on {count_of(evaluation['prompts'], 'held-out prompt')}"
     accuracy = evaluation.get("accuracy")
     right = "" if accuracy is None else f", the chosen reply preferred in {accuracy:.0%}"
-    return f"loss {cells['loss']}{right} on {cells['held-out rows']} held-out rows"
+    return f"loss {cells['loss']}{right} on {count_of(evaluation['prompts'], 'held-out row')}"
 
 
 def _figure(value: float | None) -> str:

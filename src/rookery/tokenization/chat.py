@@ -28,7 +28,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from rookery.errors import UserError
+from rookery.errors import UserError, count_of
 from rookery.tokenization.detokenizer import StreamingText, TokenBytes
 from rookery.tokenization.grammar import GrammarTokenizer
 from rookery.tokenization.registry import config_path
@@ -68,7 +68,9 @@ class PromptTooLong(UserError):
     @classmethod
     def of(cls, context: int, tokens: int) -> PromptTooLong:
         """For a prompt of so many tokens."""
-        return cls(f"this model's maximum context length is {context} tokens; the prompt has {tokens}: shorten it")
+        return cls(
+            f"this model's maximum context length is {count_of(context, 'token')}; the prompt has {tokens}: shorten it"
+        )
 
 
 class Chat:
@@ -370,8 +372,8 @@ def check_letters(
     letters, most = sum(map(len, _texts([*texts, *tools]))), chat.context * CHARACTERS_PER_TOKEN
     if letters > most:
         raise PromptTooLong(
-            f"this model's maximum context length is {chat.context} tokens; the prompt has {letters} characters, the"
-            f" model's context holds at most {most}: shorten it"
+            f"this model's maximum context length is {count_of(chat.context, 'token')}; the prompt has"
+            f" {count_of(letters, 'character')}, the model's context holds at most {most}: shorten it"
         )
     return letters
 

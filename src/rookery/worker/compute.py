@@ -49,6 +49,7 @@ import msgspec
 import torch
 
 from rookery import protocol
+from rookery.errors import count_of
 from rookery.scheduling.pipelines import NO_WORK, TAKING_TURNS, LaneChoice
 from rookery.scheduling.worker_time import WorkerTime
 from rookery.settings import Settings
@@ -277,7 +278,8 @@ class Compute:
         await asyncio.wait({answer}, timeout=seconds)
         trainer, story = self._slices[1] if self._slices else None, ""
         if answer.done() and not answer.cancelled():
-            story = f"{answer.result()}; {self.status.beat.training} training operations are queued"
+            queued = count_of(self.status.beat.training, "training operation is", "training operations are")
+            story = f"{answer.result()}; {queued} queued"
             if self._lane is None or trainer is None or not _stuck(trainer):
                 return story
             story += "; beside it, "
@@ -588,7 +590,7 @@ class Compute:
         if self._lane is None:
             return f"turns: {self._why_turns(core)}"
         on_gpu = core.implementation.device.startswith("cuda")
-        lanes = "two streams" if on_gpu else f"{self._lane_threads} of {self.threads} threads generate"
+        lanes = "two streams" if on_gpu else f"{self._lane_threads} of {count_of(self.threads, 'thread')} generate"
         if gain := self._predicted_gain():
             return f"beside: {lanes}, {gain:.0%} of the time saved by prediction"
         choice = self._choice()

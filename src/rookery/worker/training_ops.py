@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from rookery import protocol
+from rookery.errors import count_of
 from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
 from rookery.worker.failures import failure_category
@@ -259,7 +260,9 @@ class TrainingOps:
         if await self._call_soon(parent.rank, lambda trainer: trainer.holds(*state)):
             return
         if op.steps or op.operations:
-            raise StaleOperation(f"policy {op.policy} is not held here at {parent.hash[:12]} + {op.steps} steps")
+            raise StaleOperation(
+                f"policy {op.policy} is not held here at {parent.hash[:12]} + {count_of(op.steps, 'step')}"
+            )
         load = self._room.run
         restore: Callable[[Trainer], bool] = lambda trainer: trainer.restore(op.policy, op.lease, parent)  # noqa: E731
         if not await load(lambda: self._call(parent.rank, restore)):

@@ -746,7 +746,7 @@ async def test_failed_held_out_episodes_are_reported_separately(service: Service
     events = await service.controller.queries.events("alice", view.id)
     lines = [event.text for event in events if event.kind == "evaluation"]
     assert len(lines) == 2
-    assert all(line.endswith(" on 1 prompts; 2 of 3 episodes failed and do not count: boom") for line in lines)
+    assert all(line.endswith(" on 1 prompt; 2 of 3 episodes failed and do not count: boom") for line in lines)
     assert view.counters["evaluation_failures"] == 4
 
 

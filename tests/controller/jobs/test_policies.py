@@ -119,7 +119,7 @@ async def test_a_policy_stops_and_steps_by_its_rules(service: Service) -> None:
     }
     job = await submit(service, policies=policies, stop__steps=3)
     view = await service.ends(job)
-    assert view.reason == "solver: 1 steps; verifier: 3 steps" and (view.step, view.steps) == (4, 4)
+    assert view.reason == "solver: 1 step; verifier: 3 steps" and (view.step, view.steps) == (4, 4)
     for _, episode in service.database.read(jobs.recent_episodes, "alice", job, 100):
         part = episode_result_decoder.decode(episode.trajectories).of("verifier")
         assert part is not None and part.num_action_tokens <= 3

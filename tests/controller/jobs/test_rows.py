@@ -239,8 +239,7 @@ async def test_steps_without_a_learned_token_are_named_once_in_the_log(service: 
     await service.ends(job)
     lines = [row.text for row in service.database.read(tenants.events, "alice", job, 100) if row.kind == "warning"]
     assert (
-        len([line for line in lines if "step 1: none of its 1 rows has a learned token among its first 50" in line])
-        == 1
+        len([line for line in lines if "step 1: none of its 1 row has a learned token among its first 50" in line]) == 1
     )
     assert not any("step 2" in line for line in lines)
 

@@ -67,9 +67,7 @@ class Room:
             settings=self.settings, clock=self.clock, ids=RandomIds(), store=store, artifacts=self.artifacts,
             chat=_no_chat,
         )  # fmt: skip
-        self.training = TrainingDispatcher(
-            self.services, self.fleet, self.weights, self.collector, self.tickets, {}
-        )
+        self.training = TrainingDispatcher(self.services, self.fleet, self.weights, self.collector, self.tickets, {})
         self.slots = TrainerSlots(self.fleet, self.settings, self.clock, {}, SessionTimes().slot_wait)
         self.workers: list[ScriptedWorker] = []
         self.leases: dict[str, int] = {}
@@ -605,7 +603,7 @@ async def test_slots_are_those_of_workers_that_get_policies(tmp_path: Path) -> N
     coming = asyncio.create_task(slots.acquire(one))
     await settle()
     assert not coming.done() and (one.state, two.state) == ("waiting", "busy")
-    assert slots.reason(one) == f"all 1 training slots for {MODEL} are in use; 0 others wait before this one"
+    assert slots.reason(one) == f"all training slots for {MODEL} (1) are in use; 0 others wait before this one"
     slots.idle(two)
     await asyncio.wait_for(coming, PATIENCE)
     assert (one.state, two.state) == ("busy", "out")

@@ -161,7 +161,7 @@ def crowd(root: Path, data: str, **more: Any) -> tuple[np.ndarray, int]:
 
         with ThreadPoolExecutor(CLIENTS) as pool:
             losses = list(pool.map(work, range(CLIENTS)))
-        assert any(f"all {SLOTS} training slots" in reason and "wait before this one" in reason for reason in queued)
+        assert any(f"({SLOTS}) are in use; " in reason and "before this one" in reason for reason in queued)
     logs = [path.read_text() for path in (root / data / "logs").glob(f"worker-{MODEL}*.log")]
     return np.array(losses), sum(log.count("pulled trainer_state.safetensors") for log in logs)
 

@@ -398,7 +398,7 @@ async def test_groups_without_variance_and_failed_members(service: Service) -> N
 
 
 @pytest.mark.parametrize(
-    ("stop", "says"), [({"reward": -1.0}, "reward"), ({"tokens": 1}, "tokens reached 1"), ({"steps": 1}, "1 steps")]
+    ("stop", "says"), [({"reward": -1.0}, "reward"), ({"tokens": 1}, "tokens reached 1"), ({"steps": 1}, "1 step")]
 )
 async def test_a_job_stops_after_whole_steps_only(service: Service, stop: dict[str, Any], says: str) -> None:
     await service.join()

@@ -22,7 +22,7 @@ from cachetools import LRUCache, TTLCache
 from rookery.aio import Signal, first_of, wait_event
 from rookery.clock import Clock
 from rookery.controller.indexed import IndexedDict
-from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable
+from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable, count_of
 from rookery.storage.data_dir import hash_key
 from rookery.storage.repositories.jobs import EpisodeStanding
 
@@ -387,7 +387,8 @@ class Agents:
                 )
             made = len(session.sampler.tree.turns)
             raise AgentFailed(
-                f"its agent made no call for {step_timeout:g} s (environment.step_timeout), after {made} replies"
+                f"its agent made no call for {step_timeout:g} s (environment.step_timeout), after"
+                f" {count_of(made, 'reply')}"
             )
 
     def _last_active(self, job: str, now: float) -> float:

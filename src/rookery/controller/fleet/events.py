@@ -14,6 +14,7 @@ import msgspec
 
 from rookery import protocol
 from rookery.controller.fleet.worker import Worker
+from rookery.errors import count_of
 from rookery.telemetry.spans import TraceSpan
 
 
@@ -102,7 +103,7 @@ class WorkerCatchingUp(WorkerEvent, frozen=True):
 
     @property
     def text(self) -> str:
-        return f"pulls {self.versions} versions in use"
+        return f"pulls {count_of(self.versions, 'version')} in use"
 
 
 class WorkerReady(WorkerEvent, frozen=True):

@@ -7,6 +7,7 @@ import math
 from rookery.clock import Clock
 from rookery.controller.jobs.registry import JobRegistry, WaitingJob
 from rookery.controller.quotas import Quotas, tokens_in_memory
+from rookery.errors import count_of
 from rookery.settings import LimitSettings
 from rookery.storage.models import JobRow
 
@@ -52,12 +53,12 @@ class JobAdmission:
         if reason := quotas.used_up(tenant):
             return f"the next day: {reason}"
         if len(running) >= quotas.limit(tenant, "jobs"):
-            return f"one of the tenant's {quotas.limit(tenant, 'jobs'):g} running jobs to end"
+            return f"one of the tenant's {count_of(quotas.limit(tenant, 'jobs'), 'running job')} to end"
         tokens, most = sum(running), 2 * self._limits.job_tokens
         if running and tokens + job.tokens > most:
-            return f"running jobs of the tenant to end, which may hold {tokens} tokens in memory, of {most}"
+            return f"running jobs of the tenant to end, which may hold {count_of(tokens, 'token')} in memory, of {most}"
         if job.models - models and len(models | job.models) > quotas.limit(tenant, "models"):
-            return f"one of the tenant's {quotas.limit(tenant, 'models'):g} base models in use to be free"
+            return f"one of the tenant's {count_of(quotas.limit(tenant, 'models'), 'base model')} in use to be free"
         return ""
 
     def hold(self, job: str, seconds: float) -> None:

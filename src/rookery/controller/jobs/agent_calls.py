@@ -31,7 +31,7 @@ from rookery.controller.prompts import CallOptions, PreparedPrompt, check_logits
 from rookery.controller.rollout.request import GenerationFailed, SamplingResult
 from rookery.controller.validation import Target
 from rookery.environments.messages import readable
-from rookery.errors import NotFound, UserError, short
+from rookery.errors import NotFound, UserError, count_of, short
 from rookery.tokenization.chat import Chat, Message, PromptTooLong, check_letters
 from rookery.tokenization.tool_calls import called, message_key
 
@@ -256,7 +256,8 @@ class AgentCalls:
         if len(self._numbers) >= most:
             self.session.calls_refused["max_turns"] += 1
             raise CallLimit(
-                f"the episode has had its {most} replies (environment.max_turns): end it with the reward it has"
+                f"the episode has had its {count_of(most, 'reply')} (environment.max_turns): end it with the"
+                " reward it has"
             )
         stored = sum(len(turn.added) + len(turn.tokens) for turn in self.tree.turns)
         if stored + sum(self._pending.values()) >= STORED_CONTEXTS * prepared.chat.context:
@@ -340,12 +341,16 @@ class AgentCalls:
         turns = self.tree.turns
         if not turns:
             refused = self.session.calls_refused
-            tried = f": {refused.total()} calls were refused ({refused.most_common(1)[0][0]})" if refused else ""
+            tried = (
+                f": {count_of(refused.total(), 'call was', 'calls were')} refused ({refused.most_common(1)[0][0]})"
+                if refused
+                else ""
+            )
             raise ValueError(f"its agent ended without a reply of a policy{tried}")
         if self.session.split == "train" and not any(turn.trained for turn in turns):
             raise ValueError(
-                f"none of its agent's {len(turns)} calls can be trained on: they change how tokens are sampled; leave"
-                " out temperature, top_p, penalties and response_format in some"
+                f"none of its agent's {count_of(len(turns), 'call')} can be trained on: they change how tokens are"
+                " sampled; leave out temperature, top_p, penalties and response_format in some"
             )
         if problem := metrics_problem(outcome.metrics):
             raise ValueError(f"its agent {problem}")

@@ -39,7 +39,7 @@ from rookery.controller.jobs.trajectory import (
     derive_seed,
 )
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
-from rookery.errors import RookeryError, short
+from rookery.errors import RookeryError, count_of, short
 from rookery.spec.job import AGENT
 from rookery.spec.policy import InFlight
 from rookery.storage.models import EpisodeRow
@@ -410,7 +410,9 @@ class Episode:
             raise EpisodeFailed(str(error)) from None
         if len(tokens) >= chat.context:
             if turn == 0:
-                raise EpisodeFailed(f"the prompt has {len(tokens)} tokens, the model's context is {chat.context}")
+                raise EpisodeFailed(
+                    f"the prompt has {count_of(len(tokens), 'token')}, the model's context is {chat.context}"
+                )
             return None
         if last is not None and extends:
             last.tokens.append_observation(tokens[len(last.tokens.sequence) :])
@@ -441,7 +443,9 @@ class Episode:
             )
         if len(tokens) >= chat.context:
             if turn == 0:
-                raise EpisodeFailed(f"the prompt has {len(tokens)} tokens, the model's context is {chat.context}")
+                raise EpisodeFailed(
+                    f"the prompt has {count_of(len(tokens), 'token')}, the model's context is {chat.context}"
+                )
             return None
         of_model = [one for one in sequences if one.model == speaker.model]
         begun = [one for one in of_model if tokens[: len(one.tokens.sequence)] == one.tokens.sequence]

@@ -20,7 +20,7 @@ from rookery.controller.jobs.episode import Episode, EpisodeFailed
 from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.trajectory import derive_seed
 from rookery.controller.rollout.request import GenerationFailed
-from rookery.errors import short
+from rookery.errors import count_of, short
 from rookery.protocol import BestConstant
 from rookery.spec import values
 from rookery.spec.job import AGENT
@@ -75,7 +75,7 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
         progress.counters["evaluation_failures"] += len(failed)
         whose = f"{policy.name} " if job.spec.several_policies else ""
         if math.isnan(mean):
-            text = f"{whose}version {version}: all {len(results)} held-out episodes failed: {failed[0]}"
+            text = f"{whose}version {version}: all {count_of(len(results), 'held-out episode')} failed: {failed[0]}"
             await progress.add_event("evaluation", text)
             return
         answered = len(results) - len(failed)
@@ -98,13 +98,15 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
         while await store.write(trim_evaluations, job.row.id, keep) == EVALUATIONS_AT_ONCE:
             pass  # writes of others come between
         policy.versions.evaluated(version, mean)
-        text = f"{whose}version {version}: mean reward {mean:.3f} ± {stderr:.3f} on {answered} prompts"
+        text = f"{whose}version {version}: mean reward {mean:.3f} ± {stderr:.3f} on {count_of(answered, 'prompt')}"
         if constant is not None:
             text += f"; the best constant reply earns {constant.reward:.3f}"
         if failed:
             (reason, count), *others = Counter(failed).most_common()
             kinds = f", {count} of them: " if others else ": "
-            text += f"; {len(failed)} of {len(results)} episodes failed and do not count{kinds}{short(reason)}"
+            text += (
+                f"; {len(failed)} of {count_of(len(results), 'episode')} failed and do not count{kinds}{short(reason)}"
+            )
         await progress.add_event("evaluation", text)
 
 

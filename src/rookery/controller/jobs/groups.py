@@ -26,7 +26,7 @@ from rookery.controller.jobs.episode import Episode, EpisodeFailed, StoredEpisod
 from rookery.controller.jobs.job_context import JobContext
 from rookery.controller.jobs.trajectory import EpisodeResult, decode_result, decode_turns, derive_seed
 from rookery.controller.rollout.request import GenerationFailed
-from rookery.errors import RookeryError
+from rookery.errors import RookeryError, count_of
 from rookery.scheduling.job_rules import FailureRateMonitor
 from rookery.storage.models import EpisodeRow, GroupRow
 from rookery.storage.repositories import jobs
@@ -207,7 +207,7 @@ class Groups:
             for buffer, part in parts:
                 await buffer.add(part)
         else:
-            reason = f"{len(episodes)} of {len(group.episodes)} episodes survived"
+            reason = f"{len(episodes)} of {count_of(len(group.episodes), 'episode')} survived"
             self._progress.counters["groups_failed"] += 1
             await write(jobs.finish_group, group.id, "failed", self._clock.time(), reason=reason)
         if (reason_to_pause := self._failures.pause_reason) is not None:
@@ -219,8 +219,8 @@ class Groups:
                 longer = f"give environment.max_turns more than {most}, after which {cut} of the last episodes ended; "
                 raise JobPaused(
                     f"the policy {buffer.policy.name} had fewer than {LEAST_EPISODES} episodes with a reply to train on"
-                    f" in each of the last {buffer.silent} groups; {longer if cut else ''}name it in a Step of the"
-                    " environment, sample it as it is trained, or give it train: false"
+                    f" in each of the last {count_of(buffer.silent, 'group')}; {longer if cut else ''}name it in a Step"
+                    " of the environment, sample it as it is trained, or give it train: false"
                 )
 
     async def _run_episode(self, group: GroupRow, row: EpisodeRow, refs: Refs) -> EpisodeResult | None:

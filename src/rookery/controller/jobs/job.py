@@ -15,6 +15,7 @@ from rookery.controller.jobs.policy_loop import PolicyLoop, prepare
 from rookery.controller.jobs.row_loop import RowLoop
 from rookery.controller.quotas import groups_at_once
 from rookery.controller.training.policy_versions import PolicyVersions
+from rookery.errors import count_of
 from rookery.storage.repositories import versions as version_rows
 
 OPERATIONS_PER_STEP = 2
@@ -78,9 +79,9 @@ class TrainingJob:
         position = rooms.rollouts.position(self._job.row.tenant, self._job.row.id)
         if engine := progress.stages["engine"]:
             queue = f", {position} ahead in the queue" if position else ""
-            return f"engine ({engine} {'reply' if engine == 1 else 'replies'}{queue})"
+            return f"engine ({count_of(engine, 'reply')}{queue})"
         if environment := progress.stages["environment"]:
-            return f"environment ({environment} episodes)"
+            return f"environment ({count_of(environment, 'episode')})"
         return ""
 
     def _sharing(self) -> str:
@@ -88,7 +89,7 @@ class TrainingJob:
         fleet, models = self._controller.rooms.fleet, {self.spec.base_model_of(name) for name in self.spec.trained}
         trainers = [worker for model in models for worker in fleet.serving("train", model)]
         operations = sum(worker.beat.training for worker in trainers if worker.beat is not None)
-        return f" ({operations} operations take turns)" if operations > OPERATIONS_PER_STEP else ""
+        return f" ({count_of(operations, 'operation')} take turns)" if operations > OPERATIONS_PER_STEP else ""
 
     async def run(self) -> str:
         """Train every policy until a stop condition of its holds; returns which."""

@@ -28,6 +28,7 @@ from rookery.controller.jobs.step import (
 )
 from rookery.controller.training.policy_run import PolicyRun
 from rookery.controller.training.policy_versions import CommitVersion
+from rookery.errors import count_of
 from rookery.scheduling.job_rules import admission_budget
 from rookery.storage.repositories import jobs
 from rookery.storage.repositories.versions import JobCommit, commit_step, save_step, unnamed
@@ -329,13 +330,13 @@ class PolicyLoop:
         step = self.step + taken
         reward = after if taken else self._reward
         if stop.steps is not None and step >= stop.steps:
-            return f"{step} steps"
+            return count_of(step, "step")
         if stop.reward is not None and reward is not None and reward >= stop.reward:
             return f"reward {reward:.3f} reached {stop.reward:g}"
         if self._out_of_time():
             return f"wall time {progress.seconds():.0f} s reached {stop.wall_time:.0f} s"
         if stop.tokens is not None and progress.counters["tokens"] >= stop.tokens:
-            return f"{progress.counters['tokens']} tokens reached {stop.tokens}"
+            return f"{count_of(progress.counters['tokens'], 'token')} reached {stop.tokens}"
         return None
 
     def _out_of_time(self) -> bool:

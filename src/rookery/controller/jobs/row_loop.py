@@ -20,7 +20,7 @@ from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.policy_loop import PolicyLoop
 from rookery.controller.jobs.rows import RowBatch, longest, row_batch, step_metrics
 from rookery.controller.jobs.step import StepAccumulator
-from rookery.errors import UserError
+from rookery.errors import UserError, count_of
 from rookery.storage.repositories.versions import add_evaluation
 
 ROWS_AT_ONCE = 64
@@ -96,15 +96,16 @@ class RowLoop(PolicyLoop):
         return True
 
     def _teaches_nothing(self, batch: RowBatch) -> str:
-        line = f"step {self.step + 1}: none of its {batch.rows} rows has {self._taught}"
+        line = f"step {self.step + 1}: none of its {count_of(batch.rows, 'row')} has {self._taught}"
         if not batch.cut:
             why = "the prompts before them differently"
             why = f"their replies alike, or {why}" if self.spec.algorithm.on_pairs else why
             return f"{line}, so the step teaches nothing: the chat template writes {why}"
         most = longest(self.spec, self.policy.chat)
         return (
-            f"{line} among its first {most} tokens (algorithm.max_length, or the model's context), so the step teaches"
-            " nothing; give shorter rows, or a larger max_length"
+            f"{line} among its first {count_of(most, 'token')} (algorithm.max_length, or the model's context), so the"
+            f" step"
+            " teaches nothing; give shorter rows, or a larger max_length"
         )
 
     @property
@@ -188,7 +189,7 @@ class RowLoop(PolicyLoop):
         finite = math.isfinite(totals["loss:sum"])
         if not weight or not finite:
             why = f"none of them has {self._taught}" if finite else "their loss is not finite"
-            text = f"version {head.version}: no held-out loss on {rows} rows: {why}"
+            text = f"version {head.version}: no held-out loss on {count_of(rows, 'row')}: {why}"
             await progress.add_event("evaluation", text)
             return
         results: dict[str, Any] = {"split": "eval", "seed": self.spec.evaluation.seed, "held_out": []}
@@ -207,7 +208,7 @@ class RowLoop(PolicyLoop):
             created=self._controller.clock.time(),
         )
         self.versions.evaluated(head.version, -results["loss"])
-        text = f"version {head.version}: held-out loss {results['loss']:.4f} on {rows} rows"
+        text = f"version {head.version}: held-out loss {results['loss']:.4f} on {count_of(rows, 'row')}"
         if "accuracy" in results:
             text += f", the chosen reply preferred in {results['accuracy']:.0%}"
         await progress.add_event("evaluation", text)

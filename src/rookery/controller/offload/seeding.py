@@ -32,6 +32,7 @@ from rookery.controller.offload.pool import RemotePool, UsageTotals
 from rookery.controller.rollout.request import SamplingRequest
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import Operation, TrainingDispatcher
+from rookery.errors import count_of
 from rookery.scheduling.offload import Cycle, OffloadPlanner
 from rookery.settings import Settings
 
@@ -239,7 +240,9 @@ class Seeding:
         """Open the remote workers in use, close those on standby, and note the reason in their status."""
         for worker in changed:
             standby = remotes.standby(worker)
-            note = f"standby: in addition to {remotes.used} others it would not pay off now" if standby else ""
+            note = (
+                f"standby: in addition to {count_of(remotes.used, 'other')} it would not pay off now" if standby else ""
+            )
             if note and not worker.status_message:
                 log.info("worker %s is %s", worker.name, note, extra={"worker": worker.name})
             worker.status_message = note

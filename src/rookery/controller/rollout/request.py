@@ -17,7 +17,7 @@ import msgspec
 from rookery import protocol
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.assignment import STORY, TRANSITIONS, Action, Assignment, Event, InvalidEvent, State
-from rookery.errors import RookeryError
+from rookery.errors import RookeryError, count_of
 from rookery.telemetry.spans import TraceSpan
 
 REASONS = ("lost", "rejected", "offloaded", "balanced", "divided", "merged")
@@ -168,7 +168,7 @@ class InflightRequest:
         decoding = time if assignment.decoding_since is None else time - now + assignment.decoding_since
         spans = [self._span("prefill", given, decoding, worker)]
         if assignment.decoding_since is not None:
-            text = f"{self.request.id}, {assignment.tokens} tokens"
+            text = f"{self.request.id}, {count_of(assignment.tokens, 'token')}"
             spans.append(self._span("decode", decoding, time, worker, text))
         if assignment.since > assignment.queued_at:
             spans.append(self._span("waiting", time - now + assignment.queued_at, given))
@@ -202,7 +202,8 @@ class InflightRequest:
             sent = (chunk.policy, chunk.version)
             return f"the engine sent tokens of {sent} from {chunk.offset}, wanted {self.policy_version}"
         if self._is_absurd(chunk):
-            return f"the engine sent {len(chunk.tokens)} tokens, not all of them with an id and a log-probability"
+            sent_tokens = count_of(len(chunk.tokens), "token")
+            return f"the engine sent {sent_tokens}, not all of them with an id and a log-probability"
         return ""
 
     def count_fault(self, chunk: protocol.TokenChunk) -> bool:

@@ -31,7 +31,7 @@ from rookery.controller.sessions.operations import AnyResult, OperationFailed, S
 from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import adapter_ref
-from rookery.errors import NotFound, RookeryError, UserError
+from rookery.errors import NotFound, RookeryError, UserError, count_of
 from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
 from rookery.storage.repositories import versions
 from rookery.storage.repositories.sessions import (
@@ -237,7 +237,11 @@ class Samplers:
         if not fleet.serving("rollout", row.base_model):
             return QueueStatus(paused=True, reason=fleet.missing("rollout", row.base_model))
         before = self._rollouts.position(row.tenant, row.session)
-        return QueueStatus(reason="" if before is None else f"{before} requests wait for a worker before this one")
+        return QueueStatus(
+            reason=""
+            if before is None
+            else f"{count_of(before, 'request waits', 'requests wait')} for a worker before this one"
+        )
 
     async def _deliver(self, future: Future) -> None:
         sample = self._running[future.id]
@@ -283,7 +287,7 @@ class Samplers:
         chat = await self._services.chat(row.base_model)
         room = chat.context - length
         if room < 1:
-            raise UserError(f"the prompt has {length} tokens, the model's context is {chat.context}")
+            raise UserError(f"the prompt has {count_of(length, 'token')}, the model's context is {chat.context}")
         prompt = operation.prompt = shared_ids(operation.prompt)
         if operation.prompt_logprobs or operation.topk:
             scored = len(prompt) - 1 if operation.last is None else operation.last

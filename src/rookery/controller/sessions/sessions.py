@@ -47,7 +47,7 @@ from rookery.controller.sessions.training_run import TrainingRun
 from rookery.controller.training.slots import TrainerSlots
 from rookery.controller.validation import JobValidator
 from rookery.controller.weights.checkpoints import find_checkpoint
-from rookery.errors import NotFound, RookeryError, TooManyRequests, UserError
+from rookery.errors import NotFound, RookeryError, TooManyRequests, UserError, count_of
 from rookery.spec.policy import TARGETS
 from rookery.storage.models import FutureRow, ModelRow, PolicyRow, SamplerRow, SessionRow
 from rookery.storage.repositories import sessions
@@ -428,7 +428,9 @@ class Sessions:
             chat = await self._context.chat(run.row.base_model)
             longest = max((shape[0] for shape in operation.shapes), default=0)
             if longest > chat.context:
-                raise OperationRefused(f"a datum has {longest} tokens; the model's context is {chat.context}")
+                raise OperationRefused(
+                    f"a datum has {count_of(longest, 'token')}; the model's context is {chat.context}"
+                )
 
     async def _check_limits(self, run: TrainingRun, seq: int | None, operation: AnyOperation) -> None:
         """Raises :class:`TooManyRequests`, not for a repetition: it is nothing new to a limit."""

@@ -30,7 +30,7 @@ from rookery.controller.services import Services
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import Tickets
-from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
+from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, count_of
 from rookery.scheduling.trainers import EQUAL, TrainingLoad, assign_trainer, is_overloaded, select_helpers
 from rookery.storage.artifacts import Staging
 from rookery.telemetry.spans import TraceSpan
@@ -120,7 +120,7 @@ class OperationSucceeded(WorkerEvent, frozen=True):
     @property
     def text(self) -> str:
         metrics = self.done.metrics
-        tokens = f"{metrics['tokens']:.0f} tokens, " if metrics.get("tokens") else ""
+        tokens = f"{count_of(metrics['tokens'], 'token')}, " if metrics.get("tokens") else ""
         return f"{type(self.operation).__name__}: {tokens}{metrics.get('seconds', 0.0):.2f} s"
 
     @property
@@ -331,7 +331,9 @@ class TrainingDispatcher:
                 extra = {"policy": policy, "worker": worker.name}
                 log.warning("training of %s moves to another worker: %s", policy, reason, extra=extra)
                 await self._transfer(self._tickets.artifacts.check)  # without their place, every worker would fail
-        raise Unavailable(f"training failed {self._settings.training.retry_limit + 1} times, the last: {reason}")
+        raise Unavailable(
+            f"training failed {count_of(self._settings.training.retry_limit + 1, 'time')}, the last: {reason}"
+        )
 
     async def call(self, worker: Worker, message: Operation, targets: int | None = None) -> protocol.OperationDone:
         """The worker's answer, with the log-probabilities of so many ``targets`` where they were asked for. Raises
@@ -366,7 +368,9 @@ class TrainingDispatcher:
             raise TrainingFailed(f"worker {worker.name}: {done.error}")
         if targets is not None and len(done.logprobs) != protocol.LOGPROB_BYTES * targets:
             sent = len(done.logprobs) // protocol.LOGPROB_BYTES
-            raise TrainingFailed(f"worker {worker.name} sent {sent} log-probabilities for {targets} targets")
+            raise TrainingFailed(
+                f"worker {worker.name} sent {sent} log-probabilities for {count_of(targets, 'target')}"
+            )
         if worker is self._assigned.get(message.policy) and (seconds := done.metrics.get("seconds", 0.0)):
             work = seconds * self._speeds.get(worker.name, 1.0)
             self._training_load.add(message.policy, work, self._clock.monotonic())

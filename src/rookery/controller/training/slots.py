@@ -17,6 +17,7 @@ from typing import Literal
 from rookery.clock import Clock
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.training.policy_run import PolicyRun
+from rookery.errors import count_of
 from rookery.scheduling.queues import FairQueue
 from rookery.scheduling.trainers import SlotUse, slots_to_free
 from rookery.settings import Settings
@@ -140,8 +141,8 @@ class TrainerSlots:
             return ""
         before = self._queues[holder.base_model].position(holder.tenant, holder.session) or 0
         return (
-            f"all {self._capacity(holder.base_model)} training slots for {holder.base_model} are in use; "
-            f"{before} others wait before this one"
+            f"all training slots for {holder.base_model} ({self._capacity(holder.base_model)}) are in use;"
+            f" {count_of(before, 'other waits', 'others wait')} before this one"
         )
 
     def review(self) -> None:

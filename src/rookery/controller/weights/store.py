@@ -39,7 +39,7 @@ from rookery.controller.fleet.events import AdapterLoaded, AdapterPullFailed
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import CONNECTED, AdapterOrder, Worker
 from rookery.controller.weights.handed import HandedVersions
-from rookery.errors import CorruptArtifact, NotFound, Unavailable
+from rookery.errors import CorruptArtifact, NotFound, Unavailable, count_of
 from rookery.scheduling.replication import (
     ELSEWHERE,
     FAR_BELOW,
@@ -393,7 +393,7 @@ class WeightStore:
 
     def on_cached(self, worker: Worker, message: protocol.AdaptersCached) -> None:
         if len(worker.cached) + len(message.hashes) > MOST_CACHED or any(len(digest) > 64 for digest in message.hashes):
-            raise protocol.BadFrame(f"{len(message.hashes)} more adapters in its cache")
+            raise protocol.BadFrame(f"{count_of(len(message.hashes), 'more adapter')} in its cache")
         hashes = [digest for digest in message.hashes if digest not in self._unpublished]
         worker.cached.update(hashes)
         self._hold(worker, hashes)

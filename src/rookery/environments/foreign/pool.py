@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.environments.foreign.process import LibraryProcess
-from rookery.errors import UserError
+from rookery.errors import UserError, count_of
 
 MOST_PROCESSES = 24
 """Processes of environments at a time. One has some 200 MB: together they fit beside a worker in 16 GB."""
@@ -91,8 +91,10 @@ class LibraryPool:
                 self._waiting.remove(request)
                 request.answer.set_exception(
                     UserError(
-                        f"environment.id: {self._most} processes of {request.owner.library} and others have episodes,"
-                        f" the most at a time; none was free within {self.wait_seconds:g} s: try again when other jobs"
+                        f"environment.id: {count_of(self._most, 'process', 'processes')} of {request.owner.library}"
+                        f" and others"
+                        f" have episodes, the most at a time; none was free within {self.wait_seconds:g} s: try again"
+                        f" when other jobs"
                         " have ended"
                     )
                 )

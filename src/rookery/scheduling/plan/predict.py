@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from rookery.errors import count_of
 from rookery.scheduling.costs import interpolate
 from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Plan, PlannedWorker
 from rookery.spec.machine import decode_seconds
@@ -146,14 +147,16 @@ def predict(
     for i in rolling:
         if devices[i].machine.context <= prompt:
             context = devices[i].machine.context
-            return impossible(f"{devices[i].name} has a context of {context} tokens, a prompt has {prompt}")
+            return impossible(f"{devices[i].name} has a context of {count_of(context, 'token')}, a prompt has {prompt}")
         states = len(policies.get(i, ()))
         rows[i] = fitting_rows(devices[i].machine, demands, states, trains=i in training)
         if rows[i] < 1:
             return impossible(f"{devices[i].name} has no memory for one sequence beside what it holds")
     for i in training:
         if i not in rows and not _trains_in_memory(devices[i].machine, demands, len(policies[i])):
-            return impossible(f"{devices[i].name} has no memory for the states of {len(policies[i])} policies")
+            return impossible(
+                f"{devices[i].name} has no memory for the states of {count_of(len(policies[i]), 'policy')}"
+            )
     pool = _pool(devices, demands, rolling, rows, train, balanced)
     apart = _pool(devices, demands, rolling, rows, {}, balanced).seconds + max(train.values())
     overlap = max(pool.seconds, max(train.values()))

@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError
 
 from rookery import protocol
 from rookery.controller.sessions.operations import ForwardBackwardOperation, ForwardBackwardResult, SampleResult
-from rookery.errors import UserError, installs, short
+from rookery.errors import UserError, count_of, installs, short
 from rookery.server.bodies import INLINE_BYTES, BodyRefused
 from rookery.server.response_room import LARGE_BYTES
 from rookery.spec.policy import LOSS_PARAMETERS, check_clipping
@@ -121,7 +121,7 @@ def parse(body: bytes, items: int) -> Any:
     counted first: an empty message has two bytes there and 60 in memory. Raises ``DecodeError`` for anything else."""
     message = schema().ForwardBackwardRequest()
     if len(body) > INLINE_BYTES and has_more_fields(body, message.DESCRIPTOR, items):
-        raise BodyRefused(413, f"the body has more than {items} items; send fewer in a request")
+        raise BodyRefused(413, f"the body has more than {count_of(items, 'item')}; send fewer in a request")
     message.ParseFromString(body)
     return message
 
@@ -254,7 +254,7 @@ def _datum(datum: Any, loss: str, limit: int) -> tuple[protocol.Datum, tuple[int
     if targets.values.dtype.kind != "i":
         raise UserError("target_tokens are integers")
     if len(shape) not in ((1, 2) if loss == "cross_entropy" else (1,)) or shape[0] != length:
-        raise UserError(f"target_tokens have shape {list(shape)}, model_input has {length} tokens")
+        raise UserError(f"target_tokens have shape {list(shape)}, model_input has {count_of(length, 'token')}")
     for name, tensor in inputs.items():
         if tensor.shape != shape:
             raise UserError(f"{name} have shape {list(tensor.shape)}, target_tokens {list(shape)}")
@@ -264,7 +264,9 @@ def _datum(datum: Any, loss: str, limit: int) -> tuple[protocol.Datum, tuple[int
     width = math.prod(shape[1:])
     listed = width if cells is None else np.bincount(cells // max(1, width)).max(initial=0)
     if listed > protocol.ROW_TARGETS:
-        raise UserError(f"target_tokens list {listed} targets for a token, allowed: at most {protocol.ROW_TARGETS}")
+        raise UserError(
+            f"target_tokens list {count_of(listed, 'target')} for a token, allowed: at most {protocol.ROW_TARGETS}"
+        )
     found = targets.at(cells)
     wanted = found.astype("<i4")
     if (beyond := found[found != wanted]).size:
@@ -320,7 +322,7 @@ def _tensor(message: Any) -> Tensor:
     if message.dtype not in kinds:
         raise UserError(f"a tensor has dtype {message.dtype}, which is not supported")
     if len(message.shape) > DIMENSIONS:
-        raise UserError(f"a tensor has {len(message.shape)} dimensions, allowed: at most {DIMENSIONS}")
+        raise UserError(f"a tensor has {count_of(len(message.shape), 'dimension')}, allowed: at most {DIMENSIONS}")
     dtype, shape = kinds[message.dtype], tuple(message.shape)
     if any(size < 0 for size in shape):
         raise UserError(f"a tensor has shape {list(shape)}: sizes are not negative")
@@ -328,7 +330,7 @@ def _tensor(message: Any) -> Tensor:
         values = np.frombuffer(message.dense, dtype)
         shape = shape or (len(values),)
         if math.prod(shape) != len(values):
-            raise UserError(f"a tensor of shape {list(shape)} has {len(values)} values")
+            raise UserError(f"a tensor of shape {list(shape)} has {count_of(len(values), 'value')}")
         return Tensor(values, shape)
     csr = message.sparse_csr
     values = np.frombuffer(csr.values, dtype)

@@ -38,7 +38,7 @@ from rookery.controller.sessions.operations import (
     SaveSampler,
     SaveState,
 )
-from rookery.errors import UserError, short
+from rookery.errors import UserError, count_of, short
 from rookery.server.bodies import BodyRefused, off_loop, read_json
 from rookery.server.responses import first_problem, named_steps
 from rookery.spec.parsing import MAX_PROBLEMS
@@ -87,7 +87,7 @@ class TinkerRequest(GivenModel):
             return cls.model_validate(data)
         except ValidationError as error:
             if error.error_count() > MAX_PROBLEMS:
-                raise UserError(f"body: {error.error_count()} fields are wrong") from None
+                raise UserError(f"body: {count_of(error.error_count(), 'field')} are wrong") from None
             raise UserError(mistake_of(error, data)) from None
 
 
@@ -378,7 +378,7 @@ class AsampleRequest(TinkerRequest):
         if not prompt:
             raise UserError("prompt: it needs at least one token")
         if last is not None and last >= len(prompt):
-            raise UserError(f"prompt_logprobs_last_n: the prompt has {len(prompt)} tokens")
+            raise UserError(f"prompt_logprobs_last_n: the prompt has {count_of(len(prompt), 'token')}")
         scored = len(prompt) if last is None else last
         if (self.prompt_logprobs or self.topk_prompt_logprobs) and (
             scored * (1 + self.topk_prompt_logprobs) > PROMPT_LOGPROBS

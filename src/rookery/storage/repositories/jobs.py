@@ -37,7 +37,7 @@ from sqlalchemy import (
     update,
 )
 
-from rookery.errors import Conflict, NotFound
+from rookery.errors import Conflict, NotFound, count_of
 from rookery.storage.columns import (
     DELETED_AT_ONCE,
     JsonPart,
@@ -422,7 +422,7 @@ def finish_group(
         raise Conflict(f"group {group} is not open")
     unfinished = _drop_open_episodes(connection, [group], time, reason)
     if state == "ready" and unfinished:
-        raise Conflict(f"group {group} still has {unfinished} open episodes")
+        raise Conflict(f"group {group} still has {count_of(unfinished, 'open episode')}")
     _save_counters(connection, _SAVE_GROUPS_COUNTERS, group, counters)
 
 

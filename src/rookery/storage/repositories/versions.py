@@ -30,7 +30,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import aliased
 
-from rookery.errors import Conflict, LeaseLost
+from rookery.errors import Conflict, LeaseLost, count_of
 from rookery.protocol import Manifest
 from rookery.storage.columns import JsonPart, Page, add, fetch_all, fetch_one, get, page_of, paged, rows
 from rookery.storage.models import (
@@ -468,7 +468,7 @@ def _consume(connection: Connection, job: str, policy: str, groups: Sequence[str
     if consumed < len(groups):
         consumed += use_shared(connection, job, policy, groups, version)
     if consumed != len(groups):
-        raise Conflict(f"{len(groups) - consumed} of {len(groups)} groups are not ready, or named twice")
+        raise Conflict(f"{len(groups) - consumed} of {count_of(len(groups), 'group')} are not ready, or named twice")
 
 
 def _version(connection: Connection, policy: str, version: int) -> VersionRow:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rookery import protocol
+from rookery.errors import count_of
 from rookery.tokenization.detokenizer import StopSearch
 from rookery.tokenization.grammar import ReplyGrammar
 from rookery.worker.memory import TooSmall
@@ -34,9 +35,11 @@ def validate(generate: protocol.Generate, vocabulary: int, context: int) -> None
     if not generate.prompt:
         raise ValueError("the prompt is empty")
     if len(generate.prompt) >= context or length > context:
-        raise TooSmall(f"the prompt has {length} tokens; the context is {context} here")
+        raise TooSmall(f"the prompt has {count_of(length, 'token')}; the context is {context} here")
     if not 0 <= generate.shared_prefix <= len(generate.prompt):
-        raise ValueError(f"shared_prefix is {generate.shared_prefix}, the prompt has {len(generate.prompt)} tokens")
+        raise ValueError(
+            f"shared_prefix is {generate.shared_prefix}, the prompt has {count_of(len(generate.prompt), 'token')}"
+        )
     if generate.prompt_logprobs and generate.shared_prefix:
         raise ValueError("prompt_logprobs need a prompt without a shared_prefix")
     if not all(0 <= token < vocabulary for token in (*generate.prompt, *generate.prefix_tokens)):

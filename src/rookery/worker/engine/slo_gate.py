@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rookery.errors import count_of
 from rookery.scheduling.costs import CostTable, Kind
 from rookery.scheduling.slo import CacheBudget, ClientTime, Demand, admit, deadline, slack
 from rookery.worker import device
@@ -248,7 +249,7 @@ class SloGate:
         tokens = [f"a {kind} token is due in {due - now:.1f} s" for kind, due in dues.items() if math.isfinite(due)]
         waits = ["training waits for slack"] if self.training_waits else []
         waits += [f"clients of {tenant} are beyond their share" for tenant in sorted(self.beyond)]
-        return ", ".join([f"the gate tracks {len(self.tracked)} requests", *tokens, *waits])
+        return ", ".join([f"the gate tracks {count_of(len(self.tracked), 'request')}", *tokens, *waits])
 
     def least_slack(self) -> float:
         """Of the last second, in seconds; 0 if there was no decision."""

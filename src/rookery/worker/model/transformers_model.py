@@ -34,7 +34,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from rookery.errors import UserError
+from rookery.errors import UserError, count_of
 from rookery.tokenization.registry import PREPARED
 from rookery.worker.model.adapter import part_of
 from rookery.worker.model.decoder import LoraProduct, best_dtype
@@ -143,8 +143,8 @@ def _linear_modules(model: PreTrainedModel) -> tuple[list[nn.Module], dict[tuple
             if linear:
                 return list(module), linear, prefix
     raise UserError(
-        f"base_model: {type(model).__name__} has no linear modules in a list of {count} decoder layers, so no LoRA can"
-        " change it; rookery models lists models that can be trained"
+        f"base_model: {type(model).__name__} has no linear modules in a list of {count_of(count, 'decoder layer')}, so"
+        " no LoRA can change it; rookery models lists models that can be trained"
     )
 
 
@@ -238,7 +238,7 @@ class TransformersModel:
             return None
         x = given[0].flatten(0, -2)
         if len(x) != self._rows:
-            raise RuntimeError(f"projection {key} computed {len(x)} rows of a stream of {self._rows}")
+            raise RuntimeError(f"projection {key} computed {count_of(len(x), 'row')} of a stream of {self._rows}")
         return self.lora(*key, x, y.flatten(0, -2)).view_as(y)
 
     @contextmanager

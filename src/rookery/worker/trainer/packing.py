@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from rookery import protocol
+from rookery.errors import count_of
 
 PADDING_SHARE = 1.25
 """Sequences attend in one batch while padding them to the longest costs at most this factor: a batched product saves
@@ -169,7 +170,7 @@ class PackedGroup:
         if len({len(values) for values in (rows, targets, logprobs, advantages, weights)}) > 1:
             raise ValueError("a datum's rows, targets, logprobs, advantages and weights differ in length")
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(tokens):
-            raise ValueError(f"a datum of {len(tokens)} tokens has a target at row {rows.max()}")
+            raise ValueError(f"a datum of {count_of(len(tokens), 'token')} has a target at row {rows.max()}")
         if len(rows) and (most := np.bincount(rows).max()) > protocol.ROW_TARGETS:
             raise ValueError(f"a datum has {most} targets in a row, allowed: at most {protocol.ROW_TARGETS}")
         read = tokens[: rows.max(initial=-1) + 1].tolist()
@@ -180,14 +181,16 @@ class PackedGroup:
         trajectory has more than ``max_tokens``, which fit the memory of a pass."""
         longest = len(self.prompt) + max(map(len, self.tails), default=0)
         if longest > context:
-            raise ValueError(f"a trajectory of {longest} tokens is longer than the model's context of {context}")
+            raise ValueError(
+                f"a trajectory of {count_of(longest, 'token')} is longer than the model's context of {context}"
+            )
         targets = self.loss.targets
         read = [tokens for tokens in (self.prompt, *self.tails, targets.tolist()) if tokens]
         if any(min(tokens) < 0 or max(tokens) >= vocab for tokens in read):
             raise ValueError(f"a token id is outside of the vocabulary of {vocab}")
         if longest > max_tokens:
             limit = f"the {max_tokens} that fit this worker's memory"
-            raise MemoryError(f"a trajectory of {longest} tokens is longer than {limit}")
+            raise MemoryError(f"a trajectory of {count_of(longest, 'token')} is longer than {limit}")
 
     def check_pair(self, max_tokens: int) -> None:
         """Raises ``ValueError`` unless it has two trajectories, ``MemoryError`` if both have more than ``max_tokens``:
@@ -195,7 +198,9 @@ class PackedGroup:
         if len(self.tails) != 2:
             raise ValueError(f"a loss of pairs needs groups of two trajectories, given {len(self.tails)}")
         if self.tokens > max_tokens:
-            raise MemoryError(f"a pair of {self.tokens} tokens is longer than the {max_tokens} of this worker's memory")
+            raise MemoryError(
+                f"a pair of {count_of(self.tokens, 'token')} is longer than the {max_tokens} of this worker's memory"
+            )
 
     def split(self, max_tokens: int, max_memory: float, copied_key_share: float) -> list[PackedGroup]:
         """Pieces of consecutive members with the whole prompt each: of one member, or of at most ``max_tokens`` tokens

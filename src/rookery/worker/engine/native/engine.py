@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from rookery import protocol
-from rookery.errors import UserError
+from rookery.errors import UserError, count_of
 from rookery.scheduling.costs import Kind
 from rookery.scheduling.fair_slices import ServedItems, fair_items
 from rookery.scheduling.worker_time import WorkerTime
@@ -291,8 +291,9 @@ class NativeEngine:
         running, waiting, gate = self.admission.running, self.admission.waiting, self.gate
         decoding, prompts = sum(row.decodes for row in running), sum(not row.prefilled for row in running)
         parts = [
-            f"{len(running)} requests run ({decoding} decode, {prompts} need their prompt), {len(waiting)} wait",
-            f"{self.free_tokens} of {self.store.tokens} tokens of the cache are free",
+            f"{count_of(len(running), 'request runs', 'requests run')} ({decoding} decode, {prompts} need their"
+            f" prompt), {len(waiting)} wait",
+            f"{self.free_tokens} of {count_of(self.store.tokens, 'token')} of the cache are free",
             gate.describe(),
         ]
         for row in (*running[:1], *list(waiting)[:1]):
@@ -300,7 +301,9 @@ class NativeEngine:
             held = "" if self.weights.serves(row.key) else ", other weights are in use"
             name, params = row.params.request, row.params
             kind = "in a reserved row" if params.reserved else "a client's" if params.client else "a rollout"
-            parts.append(f"{name} ({kind}, {len(row.tokens)} of {params.max_tokens} tokens) needs {needs}{held}")
+            parts.append(
+                f"{name} ({kind}, {len(row.tokens)} of {count_of(params.max_tokens, 'token')}) needs {needs}{held}"
+            )
         return "; ".join(parts)
 
     def _validate(self, generate: protocol.Generate) -> None:
@@ -313,7 +316,7 @@ class NativeEngine:
             raise ValueError(f"adapter {generate.adapter.hash} is not resident")
         if not self.store.fits_alone(generate.shared_prefix, max(longest - generate.shared_prefix, 1)):
             size = f"({self.store.budget} bytes)"
-            raise TooSmall(f"a text of {longest} tokens does not fit this worker's cache {size}")
+            raise TooSmall(f"a text of {count_of(longest, 'token')} does not fit this worker's cache {size}")
 
     # --- scheduling of slices ---------------------------------------------------------------------------------------
 

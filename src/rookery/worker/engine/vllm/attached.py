@@ -29,7 +29,7 @@ from typing import Any
 
 import httpx
 
-from rookery.errors import Unavailable, UserError, short
+from rookery.errors import Unavailable, UserError, count_of, short
 from rookery.lines import LineSplitter
 from rookery.settings import Settings
 from rookery.worker.engine.base import EngineLimits
@@ -112,8 +112,8 @@ class Attached:
         text = await self._read_metrics()
         if (holds := re.search(r'max_lora="(\d+)"', text)) and 0 < int(holds[1]) < self.max_adapters:
             raise UserError(
-                f"the vLLM server at {self.url} holds {holds[1]} adapters, this worker up to {self.max_adapters}: "
-                "raise --max-loras, or lower ROOKERY_VLLM_ADAPTERS"
+                f"the vLLM server at {self.url} holds {count_of(int(holds[1]), 'adapter')}, this worker up to"
+                f" {self.max_adapters}: raise --max-loras, or lower ROOKERY_VLLM_ADAPTERS"
             )
         if not self.keyed:
             log.warning(

@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rookery import protocol
-from rookery.errors import Unavailable, UserError
+from rookery.errors import Unavailable, UserError, count_of
 from rookery.scheduling.worker_time import WorkerTime
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.grammar import ReplyGrammar
@@ -166,7 +166,7 @@ class VllmEngine:
         """vLLM chooses what its steps compute."""
 
     def describe(self) -> str:
-        return f"{len(self._requests)} requests wait for vLLM's next tokens"
+        return f"{count_of(len(self._requests), 'request waits', 'requests wait')} for vLLM's next tokens"
 
     @property
     def gap(self) -> float:
@@ -213,7 +213,9 @@ class VllmEngine:
         longest = min(len(generate.prompt) + generate.max_tokens, self._context)
         if longest > self.limits.max_context:  # another worker may sample all of it
             held = f"vLLM holds {self.limits.max_context} here"
-            raise TooSmall(f"a prompt of {len(generate.prompt)} with an answer has up to {longest} tokens; {held}")
+            raise TooSmall(
+                f"a prompt of {len(generate.prompt)} with an answer has up to {count_of(longest, 'token')}; {held}"
+            )
         if generate.logits is not None:
             raise NotOnThisWorker("vLLM workers do not change logits: top_p, schemas and the like need another engine")
         if not self._backend.tempered and generate.temperature not in (0.0, 1.0):
@@ -311,7 +313,8 @@ class VllmEngine:
             return
         if len(expected) != len(found):
             raise UserError(
-                f"{name} has a canary of {len(expected)} tokens, not {len(found)}: it is of another base model"
+                f"{name} has a canary of {count_of(len(expected), 'token')}, not {len(found)}: it is of another base"
+                " model"
             )
         gap = mean_difference(found, expected)
         if gap > self._gap_limit:
@@ -343,7 +346,7 @@ class VllmEngine:
         candidates = sorted(self._adapters, key=lambda key: key not in self._evicting)
         unused = [key for key in candidates if not self._users[key]]
         if not unused:
-            raise NoRoom(f"all {self._backend.max_adapters} adapters that vLLM holds are in use")
+            raise NoRoom(f"vLLM holds {count_of(self._backend.max_adapters, 'adapter')}, all of them in use")
         for key in unused:
             self._evicting.add(key)
             self._unload_unused(key)
