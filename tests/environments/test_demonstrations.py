@@ -22,6 +22,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "argumen
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "4", "tool_call_id": "call_1"}
 COMPARED = {"prompt": "a", "chosen": "b", "rejected": "c"}
+AS_TEXT = '[{"role": "user", "content": "2+2?"}]'
 PAIR: dict[str, Any] = {"input": {"messages": [USER]}, "preferred_output": [REPLY], "non_preferred_output": [OTHER]}
 
 
@@ -129,6 +130,11 @@ def test_the_form_of_a_row_has_its_calls() -> None:
 REFUSED = [
     ("demonstrations", [1], "is list, not an object"),
     ("demonstrations", {}, "it has no prompt, but no fields; give messages, or prompt and completion"),
+    *(
+        ("demonstrations", {"prompt": "a", "completion": "b", name: AS_TEXT}, f"{name} is a list of messages as a text")
+        for name in ("prompt", "completion")
+    ),
+    *(("preferences", {**COMPARED, name: AS_TEXT}, f"{name} is a list of messages as a text") for name in COMPARED),
     ("demonstrations", {"prompt": "a"}, "it has no completion, but 'prompt'; give messages, or prompt and completion"),
     ("demonstrations", {"prompt": "a", "response": "b"}, "it has no completion, but 'prompt', 'response'; give"),
     ("demonstrations", {"conversations": []}, "it has no prompt, but 'conversations'; give messages, or prompt and"),

@@ -177,12 +177,37 @@ def test_jsonl_takes_messages_and_files(tmp_path: Path) -> None:
         (b"PAR1\x15\x04\x15\x10", "it is Parquet; give a text"),
         ('{"prompt": "a"}\n'.encode("utf-16"), "it is UTF-16; give a text in UTF-8"),
         ("prompt,answer\na,b\n", "line 1 is not JSON .*; write one JSON object per line"),
+        ('{"prompt": "a"}\n'.encode("utf-32"), "it is UTF-32; give a text in UTF-8"),
+        ('{"prompt": "a"}\n'.encode("utf-32-be"), "it is UTF-32; give a text in UTF-8"),
+        ('{"prompt": "a"}\n'.encode("utf-16-le"), "it is UTF-16; give a text in UTF-8"),
+        ('{"prompt": "a"}\n'.encode("utf-16-be"), "it is UTF-16; give a text in UTF-8"),
+        ("<!DOCTYPE html><html>Not found", "it is HTML; give a text in UTF-8"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "it is a pointer of Git LFS; give"),
+        (
+            '{"prompt": "a"}\n{"prompt": "a", "ans',
+            "line 2 is not JSON .Unterminated string starting at: character 17.;",
+        ),
+        (
+            '{"prompt": "[{\\"role\\": \\"user\\", \\"content\\": \\"a\\"}]"}',
+            "prompt is a list of messages as a text; give",
+        ),
+        ("{\"prompt\": \"[{'content': 'a', 'role': 'user'}]\"}", "prompt is a list of messages as a text; give"),
+        ("{\"messages\": \"[{'role': 'user', 'content': 'a'}]\"}", "messages is a list of messages as a text; give"),
     ],
 )
 def test_malformed_rows_are_refused_with_line_and_remedy(content: str | bytes, says: str) -> None:
     with pytest.raises(UserError, match=says) as caught:
         read_jsonl(content if isinstance(content, bytes) else content.encode())
     assert "\n" not in str(caught.value)
+
+
+def test_files_with_byte_order_marks_are_joined(tmp_path: Path) -> None:
+    """As ``cat`` joins what programs of Windows wrote."""
+    row = b'\xef\xbb\xbf{"prompt": "a", "answer": "b"}\r\n'
+    assert read_jsonl(row * 3) == [{"prompt": "a", "answer": "b"}] * 3
+    (path := tmp_path / "rows.jsonl").write_bytes(row * 3)
+    environment = find("jsonl")({"path": str(path), "verifier": "exact"})
+    assert list(environment.prompts("train")) == [{"prompt": "a", "answer": "b"}] * 3
 
 
 @pytest.mark.parametrize(

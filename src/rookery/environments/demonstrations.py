@@ -19,7 +19,7 @@ from typing import Any
 from rookery.environments.base import Reply, Step
 from rookery.environments.jsonl import NO_MESSAGE, UNREAD, FileOptions, RowFiles, check_row, field_names
 from rookery.environments.jsonl_rows import scan
-from rookery.environments.messages import form_of, offered_tools, shown, with_calls
+from rookery.environments.messages import form_of, offered_tools, refuse_as_text, shown, with_calls
 from rookery.environments.search import check_text
 from rookery.environments.verifiers.numbers import plain_number
 from rookery.environments.verifiers.texts import decimal_of, is_blank
@@ -275,6 +275,7 @@ def _messages(value: Any, name: str, role: str) -> list[Any]:
     if isinstance(value, str):
         if is_blank(value):
             raise ValueError(f"{name} is {shown(value)}; give a text that is not empty")
+        refuse_as_text(value, name)
         return [{"role": role, "content": value}]
     return _listed(value, name, "a text, or ")
 

@@ -23,7 +23,7 @@ from rookery.bounds import ENTRIES, INTEGER, MESSAGES, GivenModel, JsonSize, Lin
 from rookery.environments.base import Environment, MadePrompts, Message, Reply, Split, SplitSizes, Step
 from rookery.environments.jsonl_rows import CheckRow, scan
 from rookery.environments.judges import ask_judge
-from rookery.environments.messages import MessageRefused, conversation, form_of, readable, shown
+from rookery.environments.messages import MessageRefused, conversation, form_of, readable, refuse_as_text, shown
 from rookery.environments.models import AsksModels
 from rookery.environments.tools import Tool, as_message, called
 from rookery.environments.verifiers.parts import spoken
@@ -341,6 +341,8 @@ def check_row(row: Any, where: str) -> None:
     (name,) = given
     asked = row[name]
     try:
+        if isinstance(asked, str):
+            refuse_as_text(asked, name)
         if not (isinstance(asked, str) and name == "prompt") and not (isinstance(asked, list) and asked):
             text = "a text, or " if name == "prompt" else ""
             raise UserError(f'{where}: {name} is {shown(asked)}; give {text}a list of {{"role": …, "content": …}}')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
+from json import JSONDecodeError
 from typing import IO, Any
 
 from rookery.errors import UserError, count_of
@@ -17,10 +18,12 @@ MOST_BLANK = 100_000
 
 FORMATS = {
     b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "Zstandard", b"PK\x03\x04": "zip",
-    b"PAR1": "Parquet", b"ARROW1": "Arrow", b"SQLite format 3": "SQLite", b"\xff\xfe": "UTF-16",
-    b"\xfe\xff": "UTF-16",
+    b"PAR1": "Parquet", b"ARROW1": "Arrow", b"SQLite format 3": "SQLite", b"%PDF": "PDF", b"<!": "HTML",
+    b"<html": "HTML", b"version https://git-lfs": "a pointer of Git LFS", b"\xff\xfe\0\0": "UTF-32",
+    b"\0\0\xfe\xff": "UTF-32", b"{\0\0\0": "UTF-32", b"\0\0\0{": "UTF-32", b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16", b"{\0": "UTF-16", b"\0{": "UTF-16",
 }  # fmt: skip
-"""The first bytes of files of other formats, which are no JSON."""
+"""The first bytes of files of other formats, which are no JSON: the first that fit count."""
 
 CheckRow = Callable[[Any, str], None]
 """``check(row, where)`` raises :class:`~rookery.errors.UserError` for a row that is not one of its environment's."""
@@ -29,7 +32,8 @@ CheckRow = Callable[[Any, str], None]
 def scan(
     file: IO[bytes], where: str = "dataset", row_bytes: int = ROW_BYTES, rows: int = ROWS, *, check: CheckRow
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The offset and the content of each row of a JSONL file; blank lines are skipped. One line is in memory.
+    """The offset and the content of each row of a JSONL file; blank lines are skipped, and so is a byte order mark at
+    the beginning of a line, as joined files have them. One line is in memory.
 
     Raises :class:`UserError` with one line: ``where``, the line's number, the mistake, and what to do."""
     number = offset = count = blank = 0
@@ -39,8 +43,8 @@ def scan(
             raise UserError(f"{where}: it is {kind}; give a text in UTF-8 with one JSON object per line")
         if len(line) > row_bytes:
             raise UserError(f"{where}: line {number} has more than {row_bytes} bytes; make the row shorter")
-        if number == 1 and line.startswith(BOM_UTF8):
-            line, start = line.removeprefix(BOM_UTF8), len(BOM_UTF8)
+        if line.startswith(BOM_UTF8):
+            line, start = line.removeprefix(BOM_UTF8), start + len(BOM_UTF8)
         if not line.strip():
             blank += 1
             if blank > MOST_BLANK:
@@ -56,7 +60,8 @@ def scan(
             remedy = "write one JSON object per line"
             if line.strip() in (b"[", b"{"):
                 remedy = "the file is one value over many lines: write each row, an object, on a line of its own"
-            raise UserError(f"{where}: line {number} is not JSON ({error}); {remedy}") from None
+            at = f"{error.msg}: character {error.pos + 1}" if isinstance(error, JSONDecodeError) else error
+            raise UserError(f"{where}: line {number} is not JSON ({at}); {remedy}") from None
         check(row, f"{where}: line {number}")
         count += 1
         if count > rows:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,18 @@ EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 class MessageRefused(ValueError):
     """Messages that a policy cannot read as they are; one line: the message, the mistake, the remedy."""
+
+
+_AS_TEXT = re.compile(r"\s*\[\s*\{\s*[\"'](?:role|content|from|value)[\"']\s*:")
+"""The beginning of a list of messages that a table's export wrote as a text, in JSON or as Python shows it."""
+
+
+def refuse_as_text(text: str, name: str) -> None:
+    """Raises :class:`MessageRefused` for a list of messages as a text, which the policy would read letter by letter."""
+    if _AS_TEXT.match(text):
+        raise MessageRefused(
+            f"{name} is a list of messages as a text; give the list itself, or the text as the content of a message"
+        )
 
 
 def conversation(messages: Sequence[Any], path: str = "messages", *, before_reply: bool = True) -> list[Message]:
