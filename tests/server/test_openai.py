@@ -525,7 +525,8 @@ def test_arguments_with_default_values_are_accepted(face: Open) -> None:
         top_p=1, frequency_penalty=0, presence_penalty=0, logit_bias={}, tools=[], tool_choice="none", user="ada",
         response_format={"type": "text"}, store=False, metadata={"a": "b"}, service_tier="auto", top_logprobs=0,
         stream_options={"include_obfuscation": False},
-        extra_body={"top_k": -1, "min_p": 0, "repetition_penalty": 1.0},
+        extra_body={"top_k": -1, "min_p": 0, "repetition_penalty": 1.0, "stop_token_ids": [], "bad_words": [],
+                    "guided_regex": "", "best_of": 1, "echo": False, "priority": 0, "chat_template_kwargs": {}},
     )  # fmt: skip
     assert answer.choices[0].message.content == face.chat().choices[0].message.content
 

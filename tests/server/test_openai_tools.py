@@ -178,6 +178,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"x": "y" * 70_000}}}]},
      "tools.0.function.parameters"),
+    *(({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": kind}}}]},
+       "tools.0.function.parameters") for kind in ("string", "array", ["string", "null"])),
     ({"tools": [NOW] * 129}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "perhaps", "tools": [NOW]}, "tool_choice"),

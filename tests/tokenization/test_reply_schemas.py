@@ -71,7 +71,7 @@ def test_tools_are_closed_each_by_itself() -> None:
     schema = schema_of(forced_schema(tools))
     definitions = json.loads(schema)["$defs"]
     assert definitions["tool0"] == CLOSED
-    assert definitions["tool1"] == both
+    assert definitions["tool1"] == both | {"type": "object"}
     grammar = LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)
     for call, fits in [
         ({"name": "closed", "arguments": {"on": True}}, True),
@@ -82,6 +82,24 @@ def test_tools_are_closed_each_by_itself() -> None:
     ]:
         matcher = LLMatcher(LLTokenizer("byte"), grammar)
         assert (matcher.consume_tokens(list(json.dumps(call).encode())) and matcher.is_accepting()) == fits, call
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": ON, "required": ["on"]},
+        FLAG | {"type": ["object", "null"]},
+        {"anyOf": [FLAG, {"type": "null"}, {"type": "integer"}]},
+        {"description": "on or off", "properties": ON},
+    ],
+)
+def test_the_arguments_of_a_forced_call_are_an_object(parameters: dict[str, Any]) -> None:
+    schema = schema_of(forced_schema([{"type": "function", "function": {"name": "f", "parameters": parameters}}]))
+    grammar = LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)
+    for arguments, fits in [({"on": True}, True), (None, False), (5, False), ([], False), ("a", False)]:
+        matcher = LLMatcher(LLTokenizer("byte"), grammar)
+        call = json.dumps({"name": "f", "arguments": arguments})
+        assert (matcher.consume_tokens(list(call.encode())) and matcher.is_accepting()) == fits, call
 
 
 @pytest.mark.parametrize(

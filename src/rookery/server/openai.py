@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, field_validator
 
 from rookery import protocol
 from rookery.bounds import (
@@ -44,7 +44,6 @@ from rookery.tokenization.tool_calls import read_json
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
@@ -58,10 +57,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "priority": (0,),
+    "chat_template_kwargs": ({},),
+    "include_reasoning": (True,),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
     "stream_options.continuous_usage_stats": (False,),
     "text.verbosity": ("medium",),
 }
-"""Unsupported arguments with the values of each that request the default behaviour. Null does so for all."""
+"""Unsupported arguments with the values of each that request the default behaviour. Those of
+:data:`NOTHING` do so for all."""
 
 MEANT = {"functions": "give tools instead"}
 """Unsupported arguments that are what a request is about, with what to do instead."""
@@ -79,7 +86,7 @@ IGNORED = {
 
 
 NOTHING: tuple[Any, ...] = (None, "", [])
-"""Values of unknown fields within a request that ask for nothing."""
+"""Values of unknown fields that ask for nothing."""
 
 
 class UnsupportedField(UserError):
@@ -341,10 +348,21 @@ class ConversationMessage(OpenAIModel):
         return message
 
 
+def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise ValueError(f"the arguments of a call are an object, given the type {short(repr(kind))}")
+    return schema
+
+
+Parameters = Annotated[SmallObject, AfterValidator(_of_an_object)]
+"""The JSON schema of a function's arguments."""
+
+
 class FunctionDefinition(OpenAIModel):
     name: Name = Field(pattern=r"^[a-zA-Z0-9_.-]+$")
     description: Text | None = None
-    parameters: SmallObject | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 
@@ -516,7 +534,7 @@ def refuse_unsupported(fields: Mapping[str, Any] | None) -> None:
     how they are used."""
     given = sorted((fields or {}).items(), key=lambda field: field[0] not in MEANT)
     for name, value in given:
-        if value is None or name in IGNORED or value in NEUTRAL.get(name, ()):
+        if value in NOTHING or name in IGNORED or value in NEUTRAL.get(name, ()):
             continue
         if name in MEANT:
             raise UnsupportedField(f"{name} is not supported: {MEANT[name]}", name, "unsupported_parameter")

@@ -23,6 +23,7 @@ from rookery.server.openai import (
     LIKELIEST,
     ChatRequest,
     OpenAIModel,
+    Parameters,
     ReplyFormat,
     SmallObject,
     UnsupportedField,
@@ -95,7 +96,7 @@ class ResponseTool(OpenAIModel):
     type: Literal["function"]
     name: Name
     description: Text | None = None
-    parameters: SmallObject | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 

@@ -50,7 +50,10 @@ def forced_schema(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for number, tool in enumerate(tools):
         function = tool["function"]
         pointer = f"#/$defs/tool{number}"
-        parameters = _moved(_closed_unless_combined(function.get("parameters") or NOTHING), pointer)
+        described = function.get("parameters") or NOTHING
+        if "$ref" not in described:  # a reply that is null, a number or a list calls nothing
+            described = {**described, "type": "object"}
+        parameters = _moved(_closed_unless_combined(described), pointer)
         definitions[f"tool{number}"] = {
             key: value for key, value in parameters.items() if key not in ("$id", "$schema")
         }
