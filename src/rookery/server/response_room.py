@@ -29,7 +29,8 @@ RETRY_SECONDS = 2.0
 
 
 class ResponseRoom:
-    def __init__(self) -> None:
+    def __init__(self, longest_wait: float = LONGEST_WORK_WAIT) -> None:
+        self._longest_wait = longest_wait
         self._held: Counter[str] = Counter()
         """Bytes by tenant."""
         self._released: WeakValueDictionary[str, Signal] = WeakValueDictionary()
@@ -40,7 +41,7 @@ class ResponseRoom:
         :class:`TooManyRequests` where that takes too long."""
         released = self._released.setdefault(tenant, Signal())
         try:
-            async with asyncio.timeout(LONGEST_WORK_WAIT):
+            async with asyncio.timeout(self._longest_wait):
                 while self._held[tenant] and self._held[tenant] + size > RESPONSE_BYTES:
                     await released.next.wait()
         except TimeoutError:

@@ -265,7 +265,7 @@ def test_ranges_of_the_pool_never_overlap(steps: list[tuple[int, int, int]]) -> 
             if what == 2:
                 pool.free(place)
             elif what == 3:
-                pool.retain(place, which, None)
+                pool.retain(place, which, None, 0.0)
             else:
                 held.append(pool.resize(place, length) or place)
             if what == 3 and length % 2 and (revived := pool.restore(which, length)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rookery.tokenization.chat import Chat
 from rookery.worker.engine import kv_cache
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.request import StopStrings
+from rookery.worker.engine.slo_gate import SloGate
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.batch_invariance import LANES
 from rookery.worker.model.lora import LoraManager
@@ -22,7 +24,7 @@ def text(tokens: list[int]) -> str:
     return "".join(chr(97 + token % 26) for token in tokens)
 
 
-def make(**options: int) -> NativeEngine:
+def make(**options: Any) -> NativeEngine:
     decoder = small("llama")
     loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     loras.add("a", init_adapter(decoder.config, 8, 16.0, list(PARTS), 0))
@@ -171,7 +173,7 @@ def test_the_segment_that_was_retained_first_makes_room_first(kept: int) -> None
             found = store.restore(key, 1) if round else None
             slot = found[0] if found is not None else store.allocate(1)
             assert slot is not None
-            store.retain(slot, key, key)
+            store.retain(slot, key, key, 0.0)
             assert store.used_tokens == 0
     taken = [store.allocate(1) for _ in range(3 - kept)]
     for key in "abc"[:kept]:
@@ -186,7 +188,7 @@ def test_a_segment_that_has_no_room_to_grow_stays_retained() -> None:
     slots = [store.allocate(1) for _ in range(2)]
     for key, slot in zip("ab", slots, strict=True):
         assert slot is not None
-        store.retain(slot, key, key)
+        store.retain(slot, key, key, 0.0)
     assert store.restore("a", 4 * LANES) is None
     assert store.contains("a") and (store.used_tokens, store.bytes) == (0, LANES)
     assert store.restore("a", LANES) == (slots[0], "a") and (store.used_tokens, store.bytes) == (LANES, LANES)
@@ -251,10 +253,10 @@ def test_an_adapter_with_nan_ends_only_its_requests() -> None:
     assert results["next4"][0] == clean
 
 
-def test_caches_of_ended_episodes_do_not_fill_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_of_ended_episodes_do_not_fill_the_budget() -> None:
     """Not even those of an adapter in constant use, such as the first version of many jobs."""
-    engine, now, sizes = make(), 0.0, []
-    monkeypatch.setattr(kv_cache.time, "monotonic", lambda: now)
+    now, sizes = 0.0, []
+    engine = make(gate=SloGate(enabled=False, clock=lambda: now))
     for i in range(30):
         generate(engine, episode=f"e{i}", prompt=[i, 2, 3, 4])
         sizes.append(engine.memory()["kv_cache"].used)

@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.small_model import save_small_model
-from tests.support.tiny import COMPUTED, native_engine
+from tests.support.tiny import COMPUTED
 from tests.worker.engine.test_engine import finish, order, text
 
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.tokenization.registry import WEIGHTS
-from rookery.worker.engine.native import runner as runners
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.engine.native.runner import DenseRunner
+from rookery.worker.engine.native.runner import WEIGHTS_SECONDS, DenseRunner, WeightSets
 from rookery.worker.memory import NoRoom
 from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.config import DecoderConfig
@@ -47,9 +46,11 @@ NO_WHOLE_BLOCKS = pytest.mark.skipif(
 RunnerClass = type[DenseRunner] | type[CudaGraphRunner]
 
 
-def engine(base: Decoder, runner: RunnerClass = DenseRunner, room: int = KV) -> NativeEngine:
+def engine(
+    base: Decoder, runner: RunnerClass = DenseRunner, room: int = KV, turn_seconds: float = WEIGHTS_SECONDS
+) -> NativeEngine:
     loras = LoraManager(base.config, base.dtype, base.device, 16, room)
-    return native_engine(base, loras, text, max_rows=8, kv_budget_bytes=KV, runner=runner(base, loras, KV))
+    return NativeEngine(WeightSets(base, loras, runner(base, loras, KV), turn_seconds), text, max_rows=8)
 
 
 def texts(engine: NativeEngine) -> dict[str, list[tuple[int, float]]]:
@@ -62,12 +63,9 @@ def texts(engine: NativeEngine) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.parametrize("runner", [DenseRunner, pytest.param(CudaGraphRunner, marks=NO_WHOLE_BLOCKS)])
-def test_versions_base_and_lora_share_an_engine(
-    folders: list[Path], monkeypatch: pytest.MonkeyPatch, runner: RunnerClass
-) -> None:
-    monkeypatch.setattr(runners, "WEIGHTS_SECONDS", 0.0)  # in turns, slice by slice
+def test_versions_base_and_lora_share_an_engine(folders: list[Path], runner: RunnerClass) -> None:
     base = Decoder.load(folders[0], COMPUTED)
-    shared = engine(base, runner)
+    shared = engine(base, runner, turn_seconds=0.0)  # slice by slice
     for version in (1, 2):
         shared.add_adapter(ref(version), folders[version])
     lora = init_adapter(base.config, 4, 8.0, list(PARTS), 0)

@@ -13,7 +13,6 @@ Promises:
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -171,11 +170,10 @@ class SegmentStore:
         """Whether a segment is retained under ``key``."""
         return key in self.retained
 
-    def retain(self, slot: KVSlot, key: Hashable, metadata: Any) -> None:
-        """Retains the segment in ``slot``, which is no longer its caller's, under ``key``."""
+    def retain(self, slot: KVSlot, key: Hashable, metadata: Any, now: float) -> None:
+        """Retains the segment in ``slot``, which is no longer its caller's, under ``key`` from ``now`` (seconds) on."""
         if key in self.retained:
             self._evict(key)
-        now = time.monotonic()
         self.retained[key] = RetainedSegment(slot, metadata, now)
         self._retained_tokens += self._held(slot)
         while now - self.retained[oldest := next(iter(self.retained))].since > RETAIN_SECONDS:

@@ -125,12 +125,12 @@ class SloGate:
         self._headroom = headroom
         self.budget: CacheBudget | None = None
         """Of the rollouts' part of the KV cache."""
-        self._clock = clock
+        self.clock = clock
         self._slacks: list[tuple[float, float]] = []
 
     def cache_budget(self, tokens: int) -> CacheBudget | None:
         """The rollouts' budget in a KV cache of so many tokens; None if the gate is off."""
-        self.budget = CacheBudget(tokens, self._headroom, self._clock) if self._enabled else None
+        self.budget = CacheBudget(tokens, self._headroom, self.clock) if self._enabled else None
         return self.budget
 
     @property
@@ -144,7 +144,7 @@ class SloGate:
     def record(self, kind: Kind, size: int, seconds: float, clients: Mapping[str, float]) -> None:
         """A slice of the engine took so long; ``clients``: the parts of its tokens that were of tenants' clients."""
         self.last = kind, size, seconds
-        self._used.add(clients, seconds, self._clock())
+        self._used.add(clients, seconds, self.clock())
         if not self.beside:
             self.costs.record(kind, size, seconds)
 
@@ -154,7 +154,7 @@ class SloGate:
         """The engine has the request now."""
         params = request.params
         if self._enabled and params.client and (params.ttft_ms or params.tpot_ms):
-            self.tracked[params.request] = TrackedRequest(request, self._clock())
+            self.tracked[params.request] = TrackedRequest(request, self.clock())
 
     def set_arrival(self, name: str, arrived: float) -> None:
         """The request came to the worker before the engine had it, at this monotonic time."""
@@ -163,7 +163,7 @@ class SloGate:
 
     def on_token(self, request: EngineRequest) -> None:
         if (held := self.tracked.get(request.params.request)) is not None:
-            held.last = self._clock()
+            held.last = self.clock()
             held.first = held.last if held.first is None else held.first
             held.tokens += 1
 
@@ -180,7 +180,7 @@ class SloGate:
         self.beyond = frozenset()
         if self.tracked:
             working = {request.params.tenant for request in requests}.union(self.trained)
-            self.beyond = self._used.beyond(working, weights, self._clock())
+            self.beyond = self._used.beyond(working, weights, self.clock())
 
     def is_client(self, row: EngineRequest) -> bool:
         """Whether it is a client's request that the gate never holds back."""
@@ -218,7 +218,7 @@ class SloGate:
         demand = self.demand(held for held in self.tracked.values() if held.helped)
         allowed = (
             all(held.tenant in self.beyond for held in self.tracked.values())
-            or slack(demand, "train", 0, self._clock(), self.costs) >= left
+            or slack(demand, "train", 0, self.clock(), self.costs) >= left
         )
         self.training_waits = not allowed
         return allowed
@@ -236,7 +236,7 @@ class SloGate:
         )
 
     def _admit(self, kind: Kind, own: int, candidates: int) -> int:
-        demand, now = self.demand(held for held in self.tracked.values() if held.runs), self._clock()
+        demand, now = self.demand(held for held in self.tracked.values() if held.runs), self.clock()
         count = admit(demand, kind, own, candidates, now, self.costs)
         self._slacks = [(at, left) for at, left in self._slacks if at > now - SLACK_SECONDS]
         self._slacks.append((now, slack(demand, kind, own + count, now, self.costs)))
@@ -244,7 +244,7 @@ class SloGate:
 
     def describe(self) -> str:
         """For the log: its requests and their next deadlines."""
-        demand, now = self.demand(self.tracked.values()), self._clock()
+        demand, now = self.demand(self.tracked.values()), self.clock()
         dues = {"first": demand.prefill_due, "next": demand.decode_due}
         tokens = [f"a {kind} token is due in {due - now:.1f} s" for kind, due in dues.items() if math.isfinite(due)]
         waits = ["training waits for slack"] if self.training_waits else []
@@ -253,7 +253,7 @@ class SloGate:
 
     def least_slack(self) -> float:
         """Of the last second, in seconds; 0 if there was no decision."""
-        since = self._clock() - SLACK_SECONDS
+        since = self.clock() - SLACK_SECONDS
         return min((left for at, left in self._slacks if at > since and math.isfinite(left)), default=0.0)
 
 

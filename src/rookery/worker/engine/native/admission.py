@@ -374,7 +374,7 @@ class Admission:
 
     def retain_prefix(self, prefix: SharedPrefix) -> None:
         """Retains a complete prefix that no running request uses."""
-        self._store.retain(prefix.slot, prefix.key, prefix.hidden)
+        self._store.retain(prefix.slot, prefix.key, prefix.hidden, self._gate.clock())
 
     def discard_adapters(self, keys: Collection[str]) -> None:
         """Discards the retained caches of adapters that left memory."""
@@ -415,7 +415,7 @@ class Admission:
                 shared_tokens=request.shared_tokens,
                 tokens=request.tail[: request.filled],
             )
-            self._store.retain(slot, ("episode", request.params.episode), metadata)
+            self._store.retain(slot, ("episode", request.params.episode), metadata, self._gate.clock())
         elif slot is not None:
             self._store.free(slot)
         request.filled = 0

@@ -95,7 +95,11 @@ class WeightSets:
     """Chooses the set that the runner computes with. A set is named by the hash of its version, the base model's by an
     empty string."""
 
-    def __init__(self, base: ResidentModel, loras: LoraManager, runner: Runner) -> None:
+    def __init__(
+        self, base: ResidentModel, loras: LoraManager, runner: Runner, turn_seconds: float = WEIGHTS_SECONDS
+    ) -> None:
+        """Rows of another set wait for at most ``turn_seconds``."""
+        self._turn_seconds = turn_seconds
         self.base, self.loras, self.runner = base, loras, runner
         self._current = ""
         self._since = 0.0
@@ -130,7 +134,7 @@ class WeightSets:
         sets = list(dict.fromkeys(map(self.of, keys)))
         if not sets or sets == [self._current]:
             return
-        if self._current in sets and not turn and time.monotonic() - self._since < WEIGHTS_SECONDS:
+        if self._current in sets and not turn and time.monotonic() - self._since < self._turn_seconds:
             return
         following = sets.index(self._current) + 1 if self._current in sets else 0
         self._use(sets[following % len(sets)])
