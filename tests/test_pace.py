@@ -203,7 +203,7 @@ LIMITED = {
     "environments/outbound.py": "ask_stranger: judges, sinks of jobs, OpenEnv's schema",
     "protocol/connection.py": "OPEN_SECONDS, then heartbeats",
     "server/connections.py": "takes connections, makes none",
-    "storage/object_artifacts.py": "read_object, read_mark; a part that is sent has UPLOAD_SECONDS",
+    "storage/object_artifacts.py": "read_object, read_mark; a part that is sent has ``StoreRules.upload``",
     "telemetry/metrics.py": "Weights & Biases of the operator, in a thread, with the limits of its library",
     "telemetry/tracing.py": "in a thread with a bounded queue; close(seconds) leaves it",
     "worker/engine/vllm/attached.py": "start_vllm, sample_vllm, score_vllm",

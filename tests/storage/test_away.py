@@ -148,8 +148,7 @@ def test_a_job_resumes_as_soon_as_a_disk_takes_writes_again(
 
 
 @pytest.fixture
-def bucket(s3_keys: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    monkeypatch.setattr("rookery.storage.object_artifacts.RETRIES", 1)
+def bucket(s3_keys: None) -> Iterator[S3]:
     with s3() as server:
         yield server
 
@@ -158,7 +157,7 @@ def bucket(s3_keys: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
 @pytest.mark.parametrize("mode", ["slow down", "internal error", "no bucket", "expired", "denied", "flaky"])
 def test_a_job_waits_for_an_object_store(mode: str, bucket: S3, tmp_path: Path) -> None:
     settings = {"artifacts_url": "s3://bucket/prefix", "artifacts_endpoint": bucket.endpoint}
-    with running(tmp_path, outage_retry_seconds=1.0, **settings) as (_, client):
+    with running(tmp_path, outage_retry_seconds=1.0, store_retries=1, **settings) as (_, client):
         made = client.submit(ENDLESS)
         trained(made)
         for paused in (False, True):

@@ -31,7 +31,7 @@ from rookery.errors import CorruptArtifact, NotFound, RookeryError, Unavailable,
 from rookery.protocol import Shard
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.object_artifacts import ENDPOINT_VARIABLES, ObjectArtifacts, open_store
-from rookery.storage.place import Owner
+from rookery.storage.place import Owner, StoreRules
 
 MOTO = Path(".bench/moto/bin/moto_server")
 LARGE = 24 << 20
@@ -182,15 +182,8 @@ class Refusing(BaseHTTPRequestHandler):
     ],
 )
 def test_a_store_that_refuses_at_a_start_is_a_mistake_or_may_answer_later(
-    status: int,
-    kind: type[RookeryError],
-    match: str,
-    lists_only: bool,
-    tmp_path: Path,
-    s3_keys: None,
-    monkeypatch: pytest.MonkeyPatch,
+    status: int, kind: type[RookeryError], match: str, lists_only: bool, tmp_path: Path, s3_keys: None
 ) -> None:
-    monkeypatch.setattr("rookery.storage.object_artifacts.RETRIES", 0)
     refusing = type("Refusing", (Refusing,), {"status": status, "lists_only": lists_only})
     with ThreadingHTTPServer(("127.0.0.1", 0), refusing) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -198,7 +191,8 @@ def test_a_store_that_refuses_at_a_start_is_a_mistake_or_may_answer_later(
         endpoint = f"http://127.0.0.1:{server.server_address[1]}"
         try:
             with pytest.raises(kind, match=match) as refused:
-                served(tmp_path, artifacts_url="s3://bucket/prefix", artifacts_endpoint=endpoint).__enter__()
+                place = {"artifacts_url": "s3://bucket/prefix", "artifacts_endpoint": endpoint}
+                served(tmp_path, store_retries=0, **place).__enter__()
         finally:
             server.shutdown()
             thread.join()
@@ -283,24 +277,20 @@ def test_a_url_of_no_store_is_refused(url: str, tmp_path: Path) -> None:
         served(tmp_path, artifacts_url=url).__enter__()
 
 
-def test_a_store_that_does_not_answer_is_unavailable(
-    tmp_path: Path, s3_keys: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rookery.storage.object_artifacts.RETRIES", 0)
-    port = free_port()
-    artifacts = ObjectArtifacts(open_store("s3://bucket", f"http://127.0.0.1:{port}"), "s3://bucket", tmp_path)
+def test_a_store_that_does_not_answer_is_unavailable(tmp_path: Path, s3_keys: None) -> None:
+    store = open_store("s3://bucket", f"http://127.0.0.1:{free_port()}", StoreRules(retries=0))
+    artifacts = ObjectArtifacts(store, "s3://bucket", tmp_path)
     with pytest.raises(Unavailable, match="do not answer"):
         artifacts.hashes()
 
 
 @pytest.mark.parametrize("call", ["hashes", "open", "reading"])
 def test_a_store_that_takes_a_connection_and_is_silent_is_unavailable_soon(
-    call: str, tmp_path: Path, s3_keys: None, monkeypatch: pytest.MonkeyPatch
+    call: str, tmp_path: Path, s3_keys: None
 ) -> None:
-    for name, value in (("RETRIES", 0), ("SMALL_SECONDS", 0.2), ("READ_SECONDS", 0.2)):
-        monkeypatch.setattr(f"rookery.storage.object_artifacts.{name}", value)
+    rules = StoreRules(retries=0, small=0.2, silent=0.2)
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
-        artifacts = ObjectArtifacts.at("s3://bucket", f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path)
+        artifacts = ObjectArtifacts.at("s3://bucket", f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path, rules)
         with pytest.raises(Unavailable, match="do not answer"):
             match call:
                 case "hashes":

@@ -12,10 +12,12 @@ from rookery.controller.rollout.rules import RolloutRules
 from rookery.controller.sessions.times import SessionTimes
 from rookery.server.connections import EdgeRules
 from rookery.server.launcher import ServiceRules
+from rookery.storage.place import StoreRules
 
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], ServiceRules]:
-    """Names of :class:`SessionTimes` have the prefix ``session_``, those of :class:`SinkRules` ``sink_``."""
+    """Names of :class:`SessionTimes` have the prefix ``session_``, those of :class:`SinkRules` ``sink_``,
+    those of :class:`StoreRules` ``store_``."""
     rest = dict(given)
 
     def taken(kind: type[Any], prefix: str = "") -> Any:
@@ -28,6 +30,7 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], ServiceRules]:
         rollouts=taken(RolloutRules),
         sessions=taken(SessionTimes, "session_"),
         sinks=taken(SinkRules, "sink_"),
+        stores=taken(StoreRules, "store_"),
         answer_tokens=rest.pop("answer_tokens", ANSWER_TOKENS),
     )
     return rest, rules

@@ -76,7 +76,7 @@ from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFold
 from rookery.storage.db import Database, DatabaseInUse
 from rookery.storage.models import KeyRole
 from rookery.storage.opening import artifacts_at, open_artifacts
-from rookery.storage.place import HOLD_SECONDS, WATCH_SECONDS, Lease, PlaceInUse, incarnation
+from rookery.storage.place import HOLD_SECONDS, STORE_RULES, WATCH_SECONDS, Lease, PlaceInUse, StoreRules, incarnation
 from rookery.storage.repositories import tenants
 from rookery.storage.store import StorageWriter, Store, TransferThreads
 from rookery.telemetry.log import file_handler, logging_to, terminal_handler
@@ -152,6 +152,7 @@ class ServiceRules:
     rollouts: RolloutRules = ROLLOUT_RULES
     sessions: SessionTimes = SESSION_TIMES
     sinks: SinkRules = SINK_RULES
+    stores: StoreRules = STORE_RULES
     answer_tokens: int = ANSWER_TOKENS
 
 
@@ -231,11 +232,11 @@ class Service:
         opened.callback(database.close)
         refusals = Counter(dict.fromkeys(REFUSALS, 0))
         connections = Connections(settings.edge.connections, refusals, self._rules.edge, tls)
-        place = Place(*settings.server.artifacts)
-        await asyncio.to_thread(_check_place, database, place, folder)
+        place, stores = Place(*settings.server.artifacts), self._rules.stores
+        await asyncio.to_thread(_check_place, database, place, folder, stores)
         await self._claim(database, connections, listening)
         await asyncio.to_thread(database.create)
-        artifacts = await asyncio.to_thread(open_artifacts, place, folder.artifacts, database.owner())
+        artifacts = await asyncio.to_thread(open_artifacts, place, folder.artifacts, database.owner(), stores)
         clock, ids, writer = SystemClock(), RandomIds(), StorageWriter()
         service = incarnation(ids.new("service"), self.url, folder.root, [*folder.locks, *database.locks])
         lease = Lease(service, database.ended)
@@ -560,12 +561,12 @@ def check_settings(settings: Settings) -> Plan | None:
     return plan_of(settings)
 
 
-def _check_place(database: Database, place: Place, folder: DataFolder) -> None:
+def _check_place(database: Database, place: Place, folder: DataFolder, rules: StoreRules) -> None:
     """Raises :class:`UserError` where the artifacts are not those of the database, :class:`Unavailable` where either
     does not answer now. It comes before the claim: a service with a wrong data folder must not take the database from
     the right one, however often it starts."""
     try:
-        artifacts_at(place, folder.artifacts).inspect(database.owner())
+        artifacts_at(place, folder.artifacts, rules).inspect(database.owner())
     except Unavailable as error:
         kind: type[RookeryError] = UserError if database.stays_away(error) else Unavailable
         raise kind(f"the service cannot start: {error}{error.detail and f' ({error.detail})'}") from None

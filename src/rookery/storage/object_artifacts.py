@@ -50,7 +50,7 @@ from rookery.storage.artifacts import (
     decode_manifest,
     seconds_of,
 )
-from rookery.storage.place import HOLDER, OWNER, Owner, admit, away, first_line, understood
+from rookery.storage.place import HOLDER, OWNER, STORE_RULES, Owner, StoreRules, admit, away, first_line, understood
 
 try:
     import obstore
@@ -79,37 +79,30 @@ PROBE = "probe"
 PARTS_AT_ONCE = 4
 """Parts of 5 MiB of one file that are sent at once."""
 
-RETRIES, RETRY_SECONDS = 5, 20
-"""Failed requests are repeated so often and for so long."""
-
-SMALL_SECONDS, UPLOAD_SECONDS = 10, 300
-"""Longest request about a mark, a manifest or a list, and for one part of a file, as on a slow line."""
-
-READ_SECONDS, FILE_SECONDS = 30, 86400
-"""Longest silence while a file is read, and the longest time that it may take in all. Within, it is read at a pace
-(:class:`~rookery.pace.TransferPace`)."""
-
 _STATUS = re.compile(r"status code: ([1-5]\d\d)\b|redirect without LOCATION")
 
 LATER = (408, 409, 412, 425, 429)
 """Refusals of a store that a later request may not meet."""
 
 
-def open_store(url: str, endpoint: str = "", *, seconds: int = SMALL_SECONDS, silent: int = 0) -> ObjectStore:
+def open_store(
+    url: str, endpoint: str = "", rules: StoreRules = STORE_RULES, *, seconds: float | None = None, silent: float = 0.0
+) -> ObjectStore:
     """The store at ``url``; ``endpoint``: the address of a service that speaks S3, where it is not Amazon's, by default
-    that of the usual variables. A request takes at most ``seconds``, of which the store may be silent for ``silent``
-    (0: all). Raises :class:`UserError` for a URL of no store."""
+    that of the usual variables. A request takes at most ``seconds``, by default those of a small one, of which the
+    store may be silent for ``silent`` (0: all). Raises :class:`UserError` for a URL of no store."""
     if url.startswith("s3:") and not endpoint:
         endpoint = next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), "")
     config: Any = {"endpoint": endpoint, "virtual_hosted_style_request": False} if endpoint else None
-    client: Any = {"timeout": timedelta(seconds=seconds), "allow_http": endpoint.startswith("http:")}
+    longest = timedelta(seconds=rules.small if seconds is None else seconds)
+    client: Any = {"timeout": longest, "allow_http": endpoint.startswith("http:")}
     if endpoint:
         with suppress(UserError):  # a proxy of a kind that only the library may know
             proxy = proxy_of(endpoint)  # not by the rule of the library, which knows no ports and not this machine
             client |= {"proxy_url": proxy} if proxy else {"proxy_url": endpoint, "proxy_excludes": EVERYTHING}
     if silent:
         client["read_timeout"] = timedelta(seconds=silent)
-    retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_SECONDS)}
+    retry: Any = {"max_retries": rules.retries, "retry_timeout": timedelta(seconds=rules.retry)}
     read = {name: os.environ.pop(name) for name in ENDPOINT_VARIABLES if name in os.environ}
     try:
         return from_url(url, config=config, client_options=client, retry_config=retry)
@@ -132,7 +125,7 @@ class ObjectArtifacts(Artifacts):
         spool: Path,
         reads: ObjectStore | None = None,
         uploads: ObjectStore | None = None,
-        read_seconds: float = READ_SECONDS,
+        read_seconds: float = STORE_RULES.silent,
     ) -> None:
         """``reads`` and ``uploads`` reach the same store for the content of files, which takes longer; a reader waits
         ``read_seconds`` for a few bytes."""
@@ -143,13 +136,13 @@ class ObjectArtifacts(Artifacts):
         self._url = url
 
     @classmethod
-    def at(cls, url: str, endpoint: str, spool: Path) -> ObjectArtifacts:
+    def at(cls, url: str, endpoint: str, spool: Path, rules: StoreRules = STORE_RULES) -> ObjectArtifacts:
         """The artifacts of the store at ``url``. Raises :class:`UserError` for a URL of no store."""
-        store = open_store(url, endpoint)
+        store = open_store(url, endpoint, rules)
         if isinstance(store, MemoryStore):
             return cls(store, url, spool)
-        reads = open_store(url, endpoint, seconds=FILE_SECONDS, silent=READ_SECONDS)
-        return cls(store, url, spool, reads, open_store(url, endpoint, seconds=UPLOAD_SECONDS))
+        reads = open_store(url, endpoint, rules, seconds=rules.file, silent=rules.silent)
+        return cls(store, url, spool, reads, open_store(url, endpoint, rules, seconds=rules.upload), rules.silent)
 
     @property
     def where(self) -> str:

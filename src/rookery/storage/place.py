@@ -77,6 +77,27 @@ class Owner:
     """The artifacts that it names; None if they cannot be read, in the tables of an earlier version of Rookery."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoreRules:
+    """Waits for an object store, in seconds. Tests pass others."""
+
+    retries: int = 5
+    """Times that a failed request is repeated, within ``retry``."""
+    retry: float = 20.0
+    small: float = 10.0
+    """Longest request about a mark, a manifest or a list."""
+    upload: float = 300.0
+    """Longest request for one part of a file, as on a slow line."""
+    silent: float = 30.0
+    """Longest silence while a file is read. Within, it is read at a pace (:class:`~rookery.pace.TransferPace`)."""
+    file: float = 86400.0
+    """The longest time that a file may take in all."""
+
+
+STORE_RULES = StoreRules()
+"""The values that a service uses."""
+
+
 class PlaceInUse(UserError):
     """Another service uses the place."""
 

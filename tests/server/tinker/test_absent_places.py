@@ -40,9 +40,8 @@ def bucket(root: Path, name: str) -> Iterator[tuple[EmbeddedService, Leave]]:
     with pytest.MonkeyPatch.context() as patch, s3() as server:
         for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.setenv(variable, "test")
-        patch.setattr("rookery.storage.object_artifacts.RETRIES", 1)
         settings = {"artifacts_url": "s3://bucket/prefix", "artifacts_endpoint": server.endpoint}
-        with running(root, f"{name}-data", **settings) as service:
+        with running(root, f"{name}-data", store_retries=1, **settings) as service:
 
             def leave() -> Callable[[], object]:
                 server.mode = "no bucket"
