@@ -152,6 +152,18 @@ def rows_of(text: str) -> Table:
     return table
 
 
+@pytest.mark.parametrize("columns", ["0", "1", "19"])
+def test_a_terminal_without_a_size_gets_whole_lines(columns: str) -> None:
+    code = "import sys; from rookery.cli import main; sys.argv = ['rookery', 'jobs', '--help']; main()"
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    found = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, env={**environment, **more}, timeout=120)
+        for more in ({"COLUMNS": columns}, {})
+    ]
+    assert found[0].returncode == 0 and b"jobs" in found[0].stdout
+    assert found[0].stdout == found[1].stdout
+
+
 def test_a_terminal_of_eighty_columns_is_used_whole() -> None:
     parent, child = pty.openpty()
     os.set_inheritable(child, True)

@@ -243,12 +243,14 @@ def test_hub_that_does_not_answer_is_one_line(service: EmbeddedService, hub: Hub
 
 @pytest.mark.parametrize("silent", ["/repos/create", "/preupload/", "/objects/batch", "/store/", "/commit/"])
 def test_a_hub_that_is_silent_is_given_up(hub: Hub, tmp_path: Path, silent: str) -> None:
-    """Wherever in a push that is. Without a limit it is waited for without end."""
+    """Wherever in a push that is. Without a limit it is waited for without end. On a busy machine the limit of the
+    whole push may come first."""
     hub.silent = silent
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         (tmp_path / name).write_bytes(b"{}")
     hooks = {kind: [*calls] for kind, calls in huggingface_hub.get_session().event_hooks.items()}
-    with pytest.raises(Unavailable, match=r"push: the Hub does not answer: .*(timed out|no answer within 2 x )"):
+    reasons = r"(timed out|no answer within|not complete after)"
+    with pytest.raises(Unavailable, match=rf"push: the Hub does not answer: .*{reasons}"):
         push_folder(
             tmp_path, "acme/x", lambda repo: "---\nlibrary_name: peft\n---\n", token=hub.token, private=True,
             message="x", endpoint=hub.url, silent_seconds=0.2,

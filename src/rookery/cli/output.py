@@ -53,10 +53,17 @@ def _similar(error: UnicodeError) -> tuple[str, int]:
     return text.encode(error.encoding, "replace").decode(error.encoding), error.end
 
 
+LEAST_COLUMNS = 20
+"""The narrowest output in which a line can be read. ``COLUMNS=0`` comes from terminals without a size, as in containers
+and continuous integration; the libraries would print nothing at all."""
+
+
 def prepare_streams() -> None:
     """Make the standard streams fit for every text. A closed one becomes the null device: else the next file that is
     opened would get its number, and with it what is printed. Input in another encoding is read with half characters,
-    which the client refuses."""
+    which the client refuses. A width in which nothing can be read is none."""
+    if os.environ.get("COLUMNS", "").isdecimal() and int(os.environ["COLUMNS"]) < LEAST_COLUMNS:
+        del os.environ["COLUMNS"]
     codecs.register_error(ENCODING_ERRORS, _similar)
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is not None:
