@@ -1717,6 +1717,7 @@ def _round_trip(url: str, values: dict[str, Any], words: str, blob: bytes) -> No
         ("sqlite:////nowhere/to/be/found.db", UserError),
         ("postgresql://rookery:secret@/x?host=/nowhere/to/be/found", Unavailable),
         ("postgresql://rookery:secret@127.0.0.1:1/x", Unavailable),
+        ("postgresql://rookery:a@secret@127.0.0.1:1/x", UserError),
         ("postgresql://rookery:secret@127.0.0.1:1/x?sslmod=require", UserError),
         ("postgresql://rookery:secret@127.0.0.1:1/x?sslmode=always", UserError),
     ],

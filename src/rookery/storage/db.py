@@ -180,6 +180,8 @@ class Database:
             parsed = make_url(url)
         except (ArgumentError, ValueError):
             raise UserError(f"database: the address cannot be read; give one like {ADDRESSES}") from None
+        if "@" in (parsed.host or ""):  # the rest of the password, which would be shown as a host
+            raise UserError("database: the address has more than one @; write that of a user or password as %40")
         kind = parsed.get_backend_name()
         if kind not in DRIVERS:
             raise UserError(f"database: {kind} is not supported; give an address like {ADDRESSES}")
