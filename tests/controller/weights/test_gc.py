@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.peers import eventually, settle
+from tests.support.peers import ManualClock, eventually, settle
 
 from rookery import protocol
 from rookery.controller.training.dispatcher import TrainingDispatcher
-from rookery.controller.weights.gc import ArtifactCollector
+from rookery.controller.weights.gc import RUN_SECONDS, ArtifactCollector
 from rookery.errors import UnreadableArtifact
 from rookery.storage.artifacts import Artifacts, Staging
 from rookery.storage.db import Database
@@ -211,3 +211,24 @@ async def test_cancelled_upload_leaves_no_reference(scene: Scene) -> None:
     over.set()
     await asyncio.wait([blocked, task])
     assert task.cancelled() and not scene.collector.references and not scene.named()
+
+
+async def test_orphans_are_deleted_once_services_ran_for_long_and_not_by_the_wall_clock(scene: Scene) -> None:
+    """Two services run one after the other; before each the wall clock is set ahead by a year."""
+    digest, clock, keep = scene.staged(b"1").commit().hash, ManualClock(), 3 * RUN_SECONDS
+    stored = scene.place.root / ".orphans" / "ran"
+    for times in ((1, 2), (3, 4)):
+        clock.ahead += 365 * 86400.0
+        await scene.collector.collect_all(keep)
+        assert scene.place.hashes() == {digest}
+        counting = asyncio.create_task(scene.collector.count_time(clock))
+        for number in times:
+            await settle()
+            await clock.advance(RUN_SECONDS, steps=1)
+            text = str(number * RUN_SECONDS)
+            await eventually(lambda text=text: stored.exists() and stored.read_text() == text)
+            await scene.store.transfer(lambda: None)
+        counting.cancel()
+        await asyncio.gather(counting, return_exceptions=True)
+    await scene.collector.collect_all(keep)
+    assert not scene.place.hashes()
