@@ -539,6 +539,17 @@ def test_a_joining_worker_changes_nothing_that_is_retained(count: int) -> None:
     assert not [message for message in virtual.messages(keeper) if isinstance(message, protocol.Retain)]
 
 
+def test_unpublished_versions_take_no_place_of_retained_ones() -> None:
+    virtual, live = VirtualStore(), version_of("live", 1, 0)
+    keeper = virtual.join("keeper", [live.hash])
+    virtual.store.publish(MODEL, live)
+    for number in range(1, 2 * MOST_RETAINED):
+        deleted = version_of(f"p{number}", 1, number)
+        virtual.store.publish(MODEL, deleted)
+        virtual.store.unpublish([deleted.hash])
+    assert keeper.retained == {live.hash}
+
+
 async def test_few_versions_are_received_at_a_time(room: Room) -> None:
     room.used = [room.ref(version, f"policy {version}") for version in range(5)]
     worker = room.worker()

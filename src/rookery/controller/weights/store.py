@@ -303,8 +303,8 @@ class WeightStore:
             self._quickest.pop(digest, None)
             self._unpublished[digest] = None
         self._retained.difference_update(hashes)
-        for policy, versions in list(self._newest.items()):
-            self._newest[policy] = [entry for entry in versions if entry[1] not in hashes]
+        left = {policy: [one for one in of_it if one[1] not in hashes] for policy, of_it in self._newest.items()}
+        self._newest = {policy: versions for policy, versions in left.items() if versions}
         for worker in self._fleet.all():
             if worker.working or worker.state == "joining":
                 worker.post(protocol.EvictArtifacts(hashes=list(hashes)))
