@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 import rookery.server
 from rookery import protocol
-from rookery.bounds import METADATA, METRIC_LETTERS, METRICS, JsonSize, is_small, metrics_problem
+from rookery.bounds import METADATA, METRIC_LETTERS, METRICS, GivenModel, JsonSize, is_small, metrics_problem
 from rookery.environments.builtins import BUILTINS
 from rookery.protocol.envhost import FromHost
 from rookery.protocol.worker import FromWorker
@@ -212,7 +212,7 @@ def test_every_number_of_an_address_has_a_range(route: APIRoute) -> None:
 def places(annotation: Any, kinds: tuple[type, ...], value: Any) -> Iterator[Any]:
     """JSON of a type with ``value`` in the place of a number of one of these kinds."""
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if annotation in kinds:
+    if annotation in kinds or (origin is Literal and {type(one) for one in arguments} & {*kinds}):
         yield value
     elif origin is Annotated:
         yield from places(arguments[0], kinds, value)
@@ -251,7 +251,27 @@ def test_a_number_is_no_boolean_and_finite(model: type[BaseModel]) -> None:
             assert kinds & {"boolean_for_number", "int_type", "finite_number", "value_error"}, (key, value, kinds)
 
 
+class Chosen(GivenModel):
+    number: Literal[1] | None = None
+    boolean: Literal[False] | None = None
+    numbers: tuple[Literal["all", 1, 2], ...] = ()
+    either: Literal[True, 1] | None = None
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "right"),
+    [("number", True, 1), ("number", False, None), ("boolean", 0, False), ("boolean", 0.0, False),
+     ("numbers", [True], ("all", 2)), ("either", False, True), ("either", 0, 1)],
+)  # fmt: skip
+def test_a_given_value_is_of_its_kind(field: str, wrong: Any, right: Any) -> None:
+    """``True`` equals 1 in Python."""
+    assert getattr(Chosen.model_validate({field: right}), field) == right
+    with pytest.raises(ValidationError):
+        Chosen.model_validate({field: wrong})
+
+
 def test_the_walk_of_numbers_reaches_every_place() -> None:
+    assert [*places(list[Literal["all", 1]] | None, (int, float), True)] == [[True]]
     found = [*places(dict[str, list[Annotated[int, "…"]] | tuple[float, str] | str | None], (int, float), True)]
     assert found == [{"5": [True]}, {"5": [True, None]}]
     assert sum(bool([*places(field.annotation, (int, float), 1)]) for model in NUMBERED

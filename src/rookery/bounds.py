@@ -108,6 +108,20 @@ def _no_boolean(value: Any) -> Any:
     return value
 
 
+def _no_number(value: Any) -> Any:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise PydanticCustomError("number_for_boolean", "Input should be true or false, not a number")
+    return value
+
+
+def _literal(schema: Any) -> Any:
+    """A schema of given values, among which a boolean is equal to no number: ``True == 1`` in Python."""
+    kinds = {isinstance(value, bool) for value in schema["expected"] if isinstance(value, int | float)}
+    if len(kinds) != 1:
+        return schema
+    return core_schema.no_info_before_validator_function(_no_number if True in kinds else _no_boolean, schema)
+
+
 def _with_numbers(schema: Any, *, in_list: bool = False) -> Any:
     """A schema whose numbers refuse booleans. Integers in lists, such as 200,000 tokens, refuse anything else as well,
     which takes no call for each."""
@@ -118,7 +132,11 @@ def _with_numbers(schema: Any, *, in_list: bool = False) -> Any:
         return {**schema, "strict": True}
     if kind in ("int", "float"):
         return core_schema.no_info_before_validator_function(_no_boolean, schema)
-    if isinstance(kind, str) and not (kind == "function-before" and schema["function"]["function"] is _no_boolean):
+    if kind == "literal":
+        return _literal(schema)
+    if isinstance(kind, str) and not (
+        kind == "function-before" and schema["function"]["function"] in (_no_boolean, _no_number)
+    ):
         for key in _WITHIN:
             if key in schema:
                 schema[key] = _with_numbers(schema[key], in_list=kind == "list")
