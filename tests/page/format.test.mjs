@@ -37,6 +37,13 @@ test("the time since a moment is in whole seconds of the service's clock, whatev
   assert.ok(Math.abs(clock.now() - Date.now() / 1000) < 1, "a header of whole seconds is not exact");
 });
 
+test("a number and its noun agree", () => {
+  assert.deepEqual([0, 1, 2].map((value) => format.counted(value, "step")), ["0 steps", "1 step", "2 steps"]);
+  assert.deepEqual([1, 2].map((value) => format.counted(value, "reply", "replies")), ["1 reply", "2 replies"]);
+  assert.equal(format.counted(1234, "token", "tokens", format.count), "1,234 tokens");
+  assert.equal(format.counted(null, "step"), "–");
+});
+
 test("rewards of a column have the same decimals", () => {
   const table = [[1, "1.000"], [0, "0.000"], [-2, "-2.000"], [0.5, "0.500"], [0.596, "0.596"], [12345, "12.3k"], [null, "–"], [NaN, "–"]];
   for (const [value, text] of table) assert.equal(format.reward(value), text);

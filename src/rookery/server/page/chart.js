@@ -1,7 +1,7 @@
 // One chart of a run: lines over steps with a cursor that all charts share, zoom by dragging, and a click that opens a step.
 import { useEffect, useRef, useState } from "preact/hooks";
 import { html, useTheme } from "./parts.js";
-import { isNumber, number, smooth } from "./format.js";
+import { counted, isNumber, number, smooth } from "./format.js";
 
 const HEIGHT = 210;
 const CLICK_PIXELS = 4; // a shorter drag is a click
@@ -74,7 +74,7 @@ export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom
   const summary = lines.map((line, place) => `${line.label} ${show(last(shown[place]))}`).join(", ");
   return html`<section class="panel chart">
     <h2 class="sub">${title} ${unit && html`<span class="unit">${unit}</span>`}</h2>
-    <div class="plot" ref=${box} role="img" aria-label=${`${title} over ${steps.length} steps; newest: ${summary}`}></div>
+    <div class="plot" ref=${box} role="img" aria-label=${`${title} over ${counted(steps.length, "step")}; newest: ${summary}`}></div>
     <div class="legend"><span>step <b>${at === null ? steps[steps.length - 1] : steps[at]}</b></span>
       ${lines.map((line, place) => html`<span><i class=${`swatch s${place % 6}`}></i>${line.label} <b>${show(value(line.raw ? line.values : shown[place]))}</b></span>`)}
     </div>

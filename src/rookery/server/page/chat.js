@@ -1,7 +1,7 @@
 // Two models side by side: the base beside a version, or two versions, with the same messages.
 import { useEffect, useState } from "preact/hooks";
 import { call, jobPath, useData } from "./api.js";
-import { number } from "./format.js";
+import { counted, number } from "./format.js";
 import { Empty, Problem, html } from "./parts.js";
 import { partsOf, surprise, targetOf } from "./text.js";
 
@@ -91,7 +91,7 @@ function Target({ value, label, models, runs, onChange }) {
   const { data: versions } = useData(shown ? `${jobPath(job, "policies", encodeURIComponent(shown), "versions")}?limit=1000` : null);
   return html`<select aria-label=${label} value=${job} onChange=${(event) => onChange(event.target.value)}><option value="">nothing</option>
       <optgroup label="Base models">${models.map((one) => html`<option value=${one.name}>${one.name}</option>`)}</optgroup>
-      <optgroup label="Runs">${runs.map((one) => html`<option value=${one.id}>${one.name} (${one.step} steps)</option>`)}</optgroup></select>
+      <optgroup label="Runs">${runs.map((one) => html`<option value=${one.id}>${one.name} (${counted(one.step, "step")})</option>`)}</optgroup></select>
     ${policies.length > 1 && html`<select aria-label=${`${label}: policy`} value=${shown} onChange=${(event) => onChange(targetOf(job, event.target.value, ""))}>${policies.map((name) => html`<option value=${name}>${name}</option>`)}</select>`}
     ${run && html`<select aria-label=${`${label}: version`} value=${version} onChange=${(event) => onChange(targetOf(job, policy, event.target.value))}><option value="">newest version</option>
       ${(versions ?? []).filter((one) => one.kept).reverse().map((one) => html`<option value=${one.version}>version ${one.version}, step ${one.step}</option>`)}</select>`}`;

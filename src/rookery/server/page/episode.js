@@ -1,7 +1,7 @@
 // The episode reader: the conversation turn by turn, what each turn earned, and the strip of its tokens.
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { jobPath, useData } from "./api.js";
-import { duration, isNumber, number, reward, route } from "./format.js";
+import { counted, duration, isNumber, number, reward, route } from "./format.js";
 import { REFRESH, ofPolicy, prompts, Reply } from "./groups.js";
 import { colored } from "./jobform.js";
 import { Badge, Empty, Facts, Problem, html, signed } from "./parts.js";
@@ -33,7 +33,7 @@ function Message({ message, turn, number: at, policies }) {
   const several = turn && policies.length > 1, color = several ? policies.indexOf(turn.policy) % 6 : 0;
   const rewards = !turn ? [] : [...(turn.reward || Object.keys(turn.rewards).length === 0 ? [["reward", turn.reward]] : []), ...Object.entries(turn.rewards).map(([name, value]) => [several ? `reward of ${name}` : name, value])];
   return html`<article class=${`message ${policies.length > 1 ? "" : message.role} ${several ? `p${color}` : ""}`}><header><b>${message.role}</b>${message.role === "assistant" && html` <span class="muted small">${turn ? `turn ${at + 1}${turn.trained ? "" : ", not trained on"}` : "of the prompt"}</span>`}${several && html` <span><i class=${`swatch s${color}`}></i>${turn.policy}</span>`}
-      ${turn && html`<span class="right small muted">${rewards.map(([name, value]) => html`${name} <b class=${value > 0 ? "good" : value < 0 ? "bad" : ""}>${signed(value)}</b> · `)}${turn.tokens} tokens, ended by ${turn.finish} · queue ${duration(turn.queue_seconds)}, generation ${duration(turn.generation_seconds)}, environment ${duration(turn.environment_seconds)}</span>`}</header>
+      ${turn && html`<span class="right small muted">${rewards.map(([name, value]) => html`${name} <b class=${value > 0 ? "good" : value < 0 ? "bad" : ""}>${signed(value)}</b> · `)}${counted(turn.tokens, "token")}, ended by ${turn.finish} · queue ${duration(turn.queue_seconds)}, generation ${duration(turn.generation_seconds)}, environment ${duration(turn.environment_seconds)}</span>`}</header>
     ${message.role === "assistant" ? html`<${Reply} text=${message.content} />` : html`<pre>${message.content}</pre>`}
     ${turn && Object.keys(turn.metrics).length > 0 && html`<p class="small muted metrics">${Object.entries(turn.metrics).map(([name, value]) => `${name} ${number(value)}`).join(" · ")}</p>`}</article>`;
 }

@@ -1,6 +1,6 @@
 // The workers: what each does, what it holds, what it costs, and what happened to it.
 import { useData } from "./api.js";
-import { bytes, count, duration, number, percent, time } from "./format.js";
+import { bytes, count, counted, duration, number, percent, time } from "./format.js";
 import { Badge, Empty, Facts, Problem, Scroll, html } from "./parts.js";
 
 const REFRESH = 2000, EVENTS = 40;
@@ -10,7 +10,7 @@ export function Fleet() {
   const { data: costs } = useData("/api/v1/costs", 5 * REFRESH), { data: events } = useData(`/api/v1/workers/events?limit=${EVENTS}`, REFRESH);
   if (!workers) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
   const totals = health?.totals ?? {}, gauges = health?.gauges ?? {}, sites = workers.some((worker) => worker.site);
-  return html`<div class="bar"><h1>Fleet</h1><span class="muted right">${workers.length} ${workers.length === 1 ? "worker" : "workers"}</span></div>
+  return html`<div class="bar"><h1>Fleet</h1><span class="muted right">${counted(workers.length, "worker")}</span></div>
     <${Problem} error=${error} />
     ${health && html`<${Facts} facts=${[
       ["requests running", count(gauges.requests_running)], ["requests waiting", count(gauges.requests_waiting)], ["environment hosts", count(gauges.environment_hosts)],
@@ -22,7 +22,7 @@ export function Fleet() {
       <tbody>${workers.map((worker) => html`<tr key=${worker.name}><td><b>${worker.name}</b><div class="muted small">${[worker.host, worker.pid].filter(Boolean).join(" · ")}</div></td>${sites && html`<td>${worker.site || "–"}</td>`}
         <td><${Badge} state=${worker.state} /><div class="muted small">for ${duration(worker.seconds)}</div></td><td>${worker.model}<div class="muted small">${[worker.engine, worker.device].filter(Boolean).join(" on ")}</div></td>
         <td>${worker.roles.join(" + ")}<div class="muted small">${worker.kind}${worker.price ? `, ${number(worker.price, 2)} per hour` : ""}</div></td><td class="number">${worker.requests}<div class="muted small">${number(worker.tokens_per_second, 1)} tokens/s</div></td>
-        <td class="number">${worker.beat?.gauges.worker_memory_budget_bytes ? html`${bytes(worker.beat.gauges.worker_memory_bytes)}<div class="muted small">of ${bytes(worker.beat.gauges.worker_memory_budget_bytes)}</div>` : "–"}<div class="muted small">${count(worker.adapters)} ${worker.adapters === 1 ? "adapter" : "adapters"}</div></td>
+        <td class="number">${worker.beat?.gauges.worker_memory_budget_bytes ? html`${bytes(worker.beat.gauges.worker_memory_bytes)}<div class="muted small">of ${bytes(worker.beat.gauges.worker_memory_budget_bytes)}</div>` : "–"}<div class="muted small">${counted(worker.adapters, "adapter", "adapters", count)}</div></td>
         <td><${Parts} parts=${worker.beat?.memory_parts ?? {}} /></td><td class="wrap small">${worker.note || "–"}${worker.beat?.lanes && html`<div class="muted">${worker.beat.lanes}</div>`}</td></tr>`)}</tbody></table><//>`}
     ${costs?.workers.length > 0 && html`<h2>What the fleet costs</h2><${Scroll} label="Costs of the fleet"><table><thead><tr><th>Base model</th><th>Kind</th><th class="number">Hours</th><th class="number">Cost</th><th class="number">Used</th><th class="number">Idle</th><th class="number">In progress</th></tr></thead>
       <tbody>${costs.workers.map((one) => html`<tr><td>${one.model}</td><td>${one.kind}</td><td class="number">${number(one.hours, 2)}</td><td class="number">${number(one.cost)}</td><td class="number">${number(one.used)}</td><td class="number">${number(one.idle)}</td><td class="number">${number(one.waiting)}</td></tr>`)}</tbody></table><//>`}

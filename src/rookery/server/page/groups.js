@@ -1,7 +1,7 @@
 // The groups of a step, their rewards, and the answers of one prompt side by side.
 import { useEffect, useState } from "preact/hooks";
 import { jobPath, useData } from "./api.js";
-import { ago, histogram, inBin, isNumber, number, reward, route, steps, time } from "./format.js";
+import { ago, counted, histogram, inBin, isNumber, number, reward, route, steps, time } from "./format.js";
 import { colored } from "./jobform.js";
 import { Badge, Empty, Facts, Pager, Problem, Scroll, html, signed } from "./parts.js";
 import { asText, reach, segments, shorten } from "./text.js";
@@ -34,10 +34,10 @@ export function ofPolicy(view) {
 export function Histogram({ bins, rewards, bin, onBin, whose = "" }) {
   const most = Math.max(1, ...bins.map((one) => one.count));
   if (bins.length === 0) return null;
-  return html`<div class="panel histogram"><h2 class="sub">Rewards${whose} <span class="unit muted small">${rewards.length} episodes; a bar filters</span></h2>
+  return html`<div class="panel histogram"><h2 class="sub">Rewards${whose} <span class="unit muted small">${counted(rewards.length, "episode")}; a bar filters</span></h2>
     <div class="bars">${bins.map((one, at) => {
       const from = number(one.from, 2), to = number(one.to, 2), name = one.from === one.to ? from : `${from} to ${to}`;
-      return html`<button key=${at} aria-pressed=${sameBin(bin, one)} onClick=${() => onBin(sameBin(bin, one) ? null : one)} aria-label=${`${one.count} episodes with a reward of ${name}`} title=${name} disabled=${one.count === 0}>
+      return html`<button key=${at} aria-pressed=${sameBin(bin, one)} onClick=${() => onBin(sameBin(bin, one) ? null : one)} aria-label=${`${counted(one.count, "episode")} with a reward of ${name}`} title=${name} disabled=${one.count === 0}>
         <span class="small">${one.count || ""}</span><svg width="100%" height=${BAR * (one.count / most) + 1} aria-hidden="true"><rect width="100%" height="100%" /></svg><span class="small muted">${from}</span></button>`;
     })}</div></div>`;
 }
@@ -62,7 +62,7 @@ export function Steps({ job, view, path, rows }) {
     <div class="bar"><h2>${step === null ? "Newest groups" : `Groups of ${same.length > 1 ? `steps ${same[0]} to ${same.at(-1)}` : `step ${step}`}`}</h2>
       ${step !== null && html`${other(-1, "← earlier step")}${other(1, "later step →")}`}
       ${flats > 0 && html`<label><input type="checkbox" checked=${flat} onChange=${() => setFlat(!flat)} /> hide ${flats} without variance</label>`}
-      <span class="muted right">${data.total} ${data.total === 1 ? "group" : "groups"}</span></div>
+      <span class="muted right">${counted(data.total, "group")}</span></div>
     ${same.length > 1 && html`<p class="muted small">Version ${row.version} holds ${same.length} steps (checkpoints.commit_every). Its groups are listed together; the figures are those of step ${step}.</p>`}
     ${row && html`<${Facts} facts=${[["policy", row.policy ?? ""], ["reward", `${reward(row.reward)} ± ${number(row.reward_std)}`], ["version", String(data.version)], ["staleness", steps(row.staleness_mean)], ["reply length", `${number(row.length_mean, 1)} tokens`], ["committed", time(row.time)]]} />`}
     ${data.total === 0 ? html`<${Empty}>${step === null ? "No group yet." : "The groups of this step are not kept, or the step is not committed."}<//>` : html`
@@ -109,7 +109,7 @@ export function Answer({ job, one, policies = [] }) {
     <div class="bar"><a href=${route(["run", job, "episode", one.episode])}>Answer ${one.member + 1}</a>
       ${one.state === "failed" ? html`<${Badge} state="failed" />` : html`<b>${reward(one.reward)}</b>`}
       ${isNumber(one.advantage) && html`<span class=${one.advantage > 0 ? "good" : one.advantage < 0 ? "bad" : "muted"}>advantage ${signed(one.advantage, 2)}</span>`}
-      <span class="muted small right">${one.tokens} tokens${one.finish && one.finish !== "done" ? `, ended by ${one.finish.replace("_", " ")}` : ""}${one.version !== null ? `, version ${one.version}` : ""}</span></div>
+      <span class="muted small right">${counted(one.tokens, "token")}${one.finish && one.finish !== "done" ? `, ended by ${one.finish.replace("_", " ")}` : ""}${one.version !== null ? `, version ${one.version}` : ""}</span></div>
     ${one.error && html`<pre class="bad" tabindex=${reach(one.error)}>${one.error}</pre>`}
     ${one.replies?.length ? one.replies.map((reply, at) => html`${one.speakers?.length > 0 && html`<p class="small speaker" key=${`by ${at}`}><i class=${`swatch s${policies.indexOf(one.speakers[at]) % 6}`}></i>${one.speakers[at]}</p>`}<${Reply} key=${at} text=${reply} />`) : !one.error && html`<p class="muted">Its text is not kept any more.</p>`}
     ${one.metrics && Object.keys(one.metrics).length > 0 && html`<p class="small muted metrics">${Object.entries(one.metrics).map(([name, value]) => `${name} ${number(value)}`).join(" · ")}</p>`}

@@ -2,7 +2,7 @@
 import { Component, h } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import htm from "htm";
-import { isNumber, number, sparkPath } from "./format.js";
+import { counted, isNumber, number, sparkPath } from "./format.js";
 
 export const html = htm.bind(h);
 
@@ -11,7 +11,7 @@ export const Badge = ({ state }) => html`<span class=${`badge ${state.replaceAll
 export function Sparkline({ values, width = 110, height = 24 }) {
   const path = sparkPath(values, width, height);
   if (!path) return html`<span class="muted">–</span>`;
-  const label = `${values.length} steps, from ${number(values[0])} to ${number(values[values.length - 1])}`;
+  const label = `${counted(values.length, "step")}, from ${number(values[0])} to ${number(values[values.length - 1])}`;
   return html`<svg class="spark" width=${width} height=${height} role="img" aria-label=${label}><path d=${path} /></svg>`;
 }
 

@@ -1,7 +1,7 @@
 // All runs: their state at a glance, filtered and sorted by the service, up to four chosen for comparison.
 import { useEffect, useState } from "preact/hooks";
 import { useData } from "./api.js";
-import { ago, number, reward, route, time } from "./format.js";
+import { ago, counted, number, reward, route, time } from "./format.js";
 import { Badge, Empty, Pager, Problem, Progress, Scroll, Sparkline, html } from "./parts.js";
 import { shorten } from "./text.js";
 
@@ -35,9 +35,9 @@ export function Runs({ query, account }) {
       <select aria-label="Filter by state" value=${query.state ?? ""} onChange=${(event) => go({ state: event.target.value })}>
         <option value="">any state</option>${STATES.map((state) => html`<option value=${state}>${state}</option>`)}
       </select>
-      ${chosen.length > 0 && html`<a class="button" href=${route(["compare", ...chosen])}>Compare ${chosen.length} ${chosen.length === 1 ? "run" : "runs"}</a>
+      ${chosen.length > 0 && html`<a class="button" href=${route(["compare", ...chosen])}>Compare ${counted(chosen.length, "run")}</a>
         <button onClick=${() => setChosen([])}>Clear</button>`}
-      ${data && html`<span class="muted right">${data.total} ${data.total === 1 ? "run" : "runs"}</span>`}
+      ${data && html`<span class="muted right">${counted(data.total, "run")}</span>`}
     </div>
     <${Problem} error=${error} />
     ${data && data.total === 0 && html`<${Empty}>${filtered ? "No run is like that." : html`No runs yet. <code>rookery run job.yaml</code> submits one.`}<//>`}

@@ -1,7 +1,7 @@
 // A new run: the form of a job with its YAML beside it, a dry run with rendered prompts, and the submission.
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { call, get, jobPath, useData } from "./api.js";
-import { number, route } from "./format.js";
+import { counted, number, route } from "./format.js";
 import { EXAMPLE, at, brief, fieldsOf, inexact, likeJob, parseField, set, toYaml } from "./jobform.js";
 import { Problem, html } from "./parts.js";
 import { reach } from "./text.js";
@@ -69,6 +69,6 @@ function JsonField({ field, spec, change, mark, rows }) {
 
 const DryRun = ({ tried }) => html`<section class="panel dry"><h2 class="sub">Dry run: this job would be accepted</h2>
   ${tried.warnings.map((line) => html`<p class="warn">${line}</p>`)}
-  ${tried.constant && html`<p>The best constant reply on ${tried.constant.prompts} prompts earns <b>${number(tried.constant.reward)}</b>: <code>${tried.constant.reply}</code></p>`}
-  <div class="answers">${tried.prompts.map((one, at) => html`<article class="panel answer"><b>Prompt ${at + 1}</b> <span class="muted small">${one.tokens} tokens, as the policy reads it</span><pre tabindex=${reach(one.text)}>${one.text}</pre></article>`)}</div>
+  ${tried.constant && html`<p>The best constant reply on ${counted(tried.constant.prompts, "prompt")} earns <b>${number(tried.constant.reward)}</b>: <code>${tried.constant.reply}</code></p>`}
+  <div class="answers">${tried.prompts.map((one, at) => html`<article class="panel answer"><b>Prompt ${at + 1}</b> <span class="muted small">${counted(one.tokens, "token")}, as the policy reads it</span><pre tabindex=${reach(one.text)}>${one.text}</pre></article>`)}</div>
   <details><summary>with every default</summary><pre class="yaml" tabindex="0">${toYaml(tried.spec)}</pre></details></section>`;
