@@ -14,7 +14,19 @@ from rookery.worker import teams
 from rookery.worker.engine.native import kernels
 from rookery.worker.engine.native.runner import best_runner
 from rookery.worker.engine.slo_gate import SloGate, measure_costs
-from rookery.worker.lane_plan import PLAN_SECONDS, RETRY_SECONDS, LanePlan, Part, measure_slowdowns, parts_of, splits
+from rookery.worker.lane_plan import (
+    FEWEST_TOKENS,
+    MEASURE_SECONDS,
+    MEASURE_TOKENS,
+    PLAN_SECONDS,
+    RETRY_SECONDS,
+    LanePlan,
+    Part,
+    affordable_tokens,
+    measure_slowdowns,
+    parts_of,
+    splits,
+)
 from rookery.worker.model.lora import LoraManager
 from rookery.worker.trainer.native.backbone import NativeBackbone
 
@@ -185,6 +197,16 @@ def test_both_lanes_are_charged_for_their_parts_of_the_device(
     device_name: str, threads: int, lane: int, computes: bool, expected: tuple[float, float]
 ) -> None:
     assert parts_of(device_name, threads, lane, computes=computes) == expected
+
+
+@pytest.mark.parametrize("token_seconds", [1e-4, 1e-3, 4e-3, 2e-2])
+def test_a_slow_processor_measures_shorter_passes_and_no_fewer(token_seconds: float) -> None:
+    """Of 256 tokens, those of 5 ms a token allowed the start one of four measurements: the others stayed unknown."""
+    passes = 8
+    tokens = affordable_tokens(lambda count: count * token_seconds, passes)
+    in_time = tokens * token_seconds * 2 * passes <= MEASURE_SECONDS
+    assert in_time or tokens == FEWEST_TOKENS
+    assert tokens == MEASURE_TOKENS or 2 * tokens * token_seconds * 2 * passes > MEASURE_SECONDS
 
 
 @pytest.mark.skipif(

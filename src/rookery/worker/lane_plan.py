@@ -66,11 +66,15 @@ TAIL_ROWS = BUCKETS[0]
 LEFT = 0.1
 """Of a stage that takes longer than the last one did, so much is assumed to be left."""
 
-MEASURE_TOKENS = 256
-"""Of the training pass that the start measures: half of a short real one."""
+MEASURE_TOKENS, FEWEST_TOKENS = 256, 32
+"""Of the training pass that the start measures: half of a short real one, and fewer on a slow processor, so that all is
+measured in time. With less, its products are no longer like those of real ones."""
 
 MEASURE_SECONDS = 4.0
-"""The start measures no further split of the cores after so long."""
+"""The start measures no further work on another split of the cores after so long."""
+
+PASSES = 2
+"""Training passes beside each kind of the engine's work."""
 
 
 def splits(threads: int, device_name: str = "cpu") -> list[int]:
@@ -296,33 +300,43 @@ def measure_slowdowns(
     """A training pass beside decode steps, and beside prefills, on every split of the cores. In the calling thread,
     which trains later on; ``costs`` are those of the engine's slices alone."""
     table = SlowdownTable()
+    kinds = [(split, rows) for split in splits(threads, where.type)[1:] for rows in (*BUCKETS, 0)]
+    tokens = affordable_tokens(lambda count: _train(backbone, count, where), len(kinds) * PASSES)
+    alone = min(_train(backbone, tokens, where) for _ in range(2))
     began = time.perf_counter()
-    _train(backbone, where)
-    alone = min(_train(backbone, where) for _ in range(2))
-    for split in splits(threads, where.type)[1:]:
-        for rows in (*BUCKETS, 0):
-            slots = [slot for _ in range(max(1, min(rows, max_rows))) if (slot := runner.store.allocate(128))]
-            tokens = 1 if rows else 128
-            expected = costs.predict("decode" if rows else "prefill", len(slots) * tokens)
-            if not slots or not expected or time.perf_counter() - began > MEASURE_SECONDS:
-                for slot in slots:
-                    runner.store.free(slot)
-                continue
-            chunks = [SequenceChunk("", [0] * tokens, 0, slot) for slot in slots]
-            lane = _Generating(runner, chunks, split, where, decodes=bool(rows))
-            lane.start()
-            try:
-                teams.use(max(1, threads - split))
-                trained = fmean([_train(backbone, where) for _ in range(2)])
-            finally:
-                lane.end()
-                teams.use(threads)
-                for slot in slots:
-                    runner.store.free(slot)
-            kind: StageKind = "decode" if rows else "prefill"
-            if lane.took:
-                table.record(split, kind, rows, engine=median(lane.took) / expected, trainer=trained / alone)
+    for split, rows in kinds:
+        slots = [slot for _ in range(max(1, min(rows, max_rows))) if (slot := runner.store.allocate(128))]
+        each = 1 if rows else 128
+        expected = costs.predict("decode" if rows else "prefill", len(slots) * each)
+        if not slots or not expected or time.perf_counter() - began > MEASURE_SECONDS:
+            for slot in slots:
+                runner.store.free(slot)
+            continue
+        chunks = [SequenceChunk("", [0] * each, 0, slot) for slot in slots]
+        lane = _Generating(runner, chunks, split, where, decodes=bool(rows))
+        lane.start()
+        try:
+            teams.use(max(1, threads - split))
+            trained = fmean([_train(backbone, tokens, where) for _ in range(PASSES)])
+        finally:
+            lane.end()
+            teams.use(threads)
+            for slot in slots:
+                runner.store.free(slot)
+        kind: StageKind = "decode" if rows else "prefill"
+        if lane.took:
+            table.record(split, kind, rows, engine=median(lane.took) / expected, trainer=trained / alone)
     return table
+
+
+def affordable_tokens(train: Callable[[int], float], passes: int) -> int:
+    """Of a training pass, so that so many passes beside other work, which double its time, end in
+    :data:`MEASURE_SECONDS`. ``train(tokens)`` gives the seconds of one alone."""
+    tokens = MEASURE_TOKENS
+    train(tokens)  # the first one takes longer
+    while tokens > FEWEST_TOKENS and train(tokens) * 2 * passes > MEASURE_SECONDS:
+        tokens //= 2
+    return tokens
 
 
 class _Generating(threading.Thread):
@@ -353,9 +367,9 @@ class _Generating(threading.Thread):
         self.join()
 
 
-def _train(backbone: Backbone, where: torch.device) -> float:
+def _train(backbone: Backbone, tokens: int, where: torch.device) -> float:
     """Seconds of a forward and a backward pass of the base model."""
-    batch = pack_groups([PackedGroup([0] * MEASURE_TOKENS, [], LossTokens.of([]))], where)
+    batch = pack_groups([PackedGroup([0] * tokens, [], LossTokens.of([]))], where)
     began = time.perf_counter()
     passed = backbone.forward(batch, [], recompute=False)
     passed.backward(torch.zeros_like(passed.hidden))
