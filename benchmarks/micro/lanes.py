@@ -47,6 +47,8 @@ REPEATS = 5
 STEPS = 1
 """Optimizer steps of a measurement, after which the tokens that were generated meanwhile are counted."""
 ALONE_SECONDS = 1.0
+POLL_SECONDS = 0.001
+"""A fiftieth of a decode step of 64 rows, and more where the processor is slow."""
 PREFILL_SECONDS = 60.0
 """Within which every row must have its first token."""
 PROMPT, REPLY = 16, 1024
@@ -154,10 +156,18 @@ class Worker:
         return self.generated(), step
 
     def generated(self) -> float:
-        """Tokens per second from now on."""
-        before, began = self.tokens(), time.perf_counter()
+        """Tokens per second from now on, over whole decode steps: a second may hold only four of them."""
+        before, began = self._after_a_step()
         time.sleep(ALONE_SECONDS)
-        return (self.tokens() - before) / (time.perf_counter() - began)
+        after, ended = self._after_a_step()
+        return (after - before) / (ended - began)
+
+    def _after_a_step(self) -> tuple[int, float]:
+        """The tokens after the present decode step, and when it ended."""
+        before = self.tokens()
+        while (count := self.tokens()) == before:
+            time.sleep(POLL_SECONDS)
+        return count, time.perf_counter()
 
     def together(self, arm: str) -> tuple[float, float]:
         """The same with both at once."""
