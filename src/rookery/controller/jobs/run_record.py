@@ -52,7 +52,7 @@ class RunRecord:
     async def starts(self, job: str) -> None:
         """The service begins to work on the job's start. The record is written on return."""
         memory = await self._in_thread(_memory)
-        self._change(job, Starting(self._clock.time(), memory))
+        self._change(job, Starting(self._clock.monotonic(), memory))
         await self._in_thread(self._write)
 
     async def assembled(self, job: str) -> None:
@@ -108,7 +108,7 @@ class RunRecord:
     # --- in threads ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> tuple[LastRun | None, str]:
-        last, boot, now = self._left(), _boot(), self._clock.time()
+        last, boot, now = self._left(), _boot(), self._clock.monotonic()
         short = last.short_lives if last is not None else 0
         with self._lock:
             self._run = LastRun(boot, now, now, _memory(), short)
@@ -121,7 +121,7 @@ class RunRecord:
             with self._lock:
                 if self._run is None:
                     return
-                run = self._run = replace(self._run, now=self._clock.time(), memory=memory)
+                run = self._run = replace(self._run, now=self._clock.monotonic(), memory=memory)
             part = self.path.with_name(f".{self.path.name}")
             with suppress(OSError):
                 part.write_bytes(msgspec.json.encode(run))
