@@ -230,9 +230,10 @@ class HttpConnection:
     def _send(self, method: str, path: str, seconds: float, **request: Any) -> httpx.Response:
         for left in reversed(range(BUSY_TRIES)):
             try:
-                response = self._client().send(self._request(method, path, seconds, **request), stream=True)
-                response.stream = Paced(response.stream, seconds)
-                response.read()
+                sent = self._client().send(self._request(method, path, seconds, **request), stream=True)
+                with closing(sent) as response:
+                    response.stream = Paced(response.stream, seconds)
+                    response.read()
             except (httpx.TransportError, httpx.InvalidURL) as error:
                 raise self._broken(error, seconds) from None
             wait = _seconds(response.headers.get("Retry-After", ""))
