@@ -281,7 +281,7 @@ def test_items_and_depth_are_counted_outside_of_texts(value: Any) -> None:
     body, (items, depth) = json.dumps(value).encode(), size_of(value)
     assert parse(body, max(1, items), depth) == value
     if items > 1:
-        with pytest.raises(BodyRefused, match="items"):
+        with pytest.raises(BodyRefused, match=rf"more than {items - 1} items?;"):
             parse(body, items - 1, depth)
     if depth:
         with pytest.raises(BodyRefused, match="deep"):
