@@ -1,4 +1,4 @@
-"""The number of rollout workers by the wait of the trainer (AstraFlow's rule), against fixed numbers: the shipped
+"""The number of rollout workers by the wait of the trainer (after AstraFlow's rule), against fixed numbers: the shipped
 function through replayed traces of 200 steps. Simulated: no model runs."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
         result.add(f"{name}: share of waiting, second half", [run.wait_share_late for run in ours], "of 1")
         turns = max(map(reversals, [*ours, *shrunk]))
         result.judge(f"{name}: at most one reversal from either size", str(turns), turns <= 1, f"{len(SEEDS)} seeds")
-        for what, change in {"no headroom": {"headroom": 1.0}, "no dead band": {"long": 0.0}}.items():
+        for what, change in {"no headroom": {"headroom": 1.0}, "no margin": {"certain": 0.0}}.items():
             runs = [replay(trace, start, elastic=True, **change) for trace in traces[name] for start in (few, many)]
             result.add(f"{name}: reversals, {what}", [max(map(reversals, runs))], "at most")
         worst = max(

@@ -5,20 +5,21 @@ The size follows :func:`rookery.scheduling.elastic.wanted_workers`, or is fixed.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Self
 
 from rookery.controller.rollout.rules import ROLLOUT_RULES
-from rookery.scheduling.elastic import HEADROOM, WAITS_LONG, StepWindow, wanted_workers
+from rookery.scheduling.elastic import CERTAIN, HEADROOM, LEAST_STEPS, StepWindow, wanted_workers
 
 TRAJECTORIES = 64
 """Consumed by each step."""
 START_SECONDS = 30.0
 """From the request for a worker to its first token: a base model is loaded meanwhile."""
 WINDOW = ROLLOUT_RULES.scale_window
-"""Steps of a window."""
+"""Steps that are looked at, at most."""
 NOISE = 0.10
 """Sigma of the logarithm of a step's generation time: lengths of replies vary."""
 TRAIN_SECONDS = 20.0
@@ -72,31 +73,32 @@ def best_fixed(trace: StepTrace, most_wait: float) -> PoolRun:
 
 
 def replay(
-    trace: StepTrace, workers: int, *, elastic: bool, headroom: float = HEADROOM, long: float = WAITS_LONG
+    trace: StepTrace, workers: int, *, elastic: bool, headroom: float = HEADROOM, certain: float = CERTAIN
 ) -> PoolRun:
     """The trajectories of a step are generated while the one before trains (``max_staleness`` 1), so a step takes as
     long as the slower of the two. A worker that was asked for is paid for from then on, and generates later."""
     run, starting = PoolRun(), list[float]()
-    steps, waited, seconds, worked = 0, 0.0, 0.0, 0.0
+    seen: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)  # of each step: wait, seconds, seconds with requests
     for generation, training in zip(trace.generation, trace.training, strict=True):
         joined = [when for when in starting if when <= run.seconds]
         if joined:
             workers, starting = workers + len(joined), [when for when in starting if when > run.seconds]
-            steps, waited, seconds, worked = 0, 0.0, 0.0, 0.0
+            seen.clear()
         time = max(training, generation / workers)
         wait = time - training
         run.sizes.append(workers)
         run.waits.append(wait / time)
         run.seconds += time
         run.worker_seconds += time * (workers + len(starting) + 1)
-        steps, waited, seconds, worked = steps + 1, waited + wait, seconds + time, worked + generation / workers
-        if not elastic or steps < WINDOW or starting:
+        seen.append((wait, time, generation / workers))
+        if not elastic or len(seen) < LEAST_STEPS or starting:
             continue
-        seen = StepWindow(
-            workers, waited, seconds, steps * TRAJECTORIES, steps * TRAJECTORIES, min(1.0, worked / seconds)
-        )
-        wanted = wanted_workers(seen, headroom=headroom, long=long)
-        starting = [run.seconds + START_SECONDS] * max(0, wanted - workers)
-        workers = min(workers, wanted)
-        steps, waited, seconds, worked = 0, 0.0, 0.0, 0.0
+        waited, seconds, worked = map(sum, zip(*seen, strict=True))
+        trajectories = len(seen) * TRAJECTORIES
+        window = StepWindow(workers, len(seen), waited, seconds, trajectories, trajectories, min(1.0, worked / seconds))
+        wanted = wanted_workers(window, headroom=headroom, certain=certain)
+        if wanted != workers:
+            starting = [run.seconds + START_SECONDS] * max(0, wanted - workers)
+            workers = min(workers, wanted)
+            seen.clear()
     return run

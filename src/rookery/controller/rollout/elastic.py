@@ -1,4 +1,4 @@
-"""The number of rollout workers of each base model, counted again after every few steps of its jobs
+"""The number of rollout workers of each base model, computed again after every step of its jobs
 (:mod:`rookery.scheduling.elastic`), and passed to the cluster where the settings allow it to change.
 
 * Only policies whose rollouts and training overlap count: a strictly synchronous trainer waits whatever the pool is.
@@ -9,38 +9,60 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rookery.clock import Clock
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
-from rookery.scheduling.elastic import StepWindow, wanted_workers, within
+from rookery.scheduling.elastic import LEAST_STEPS, StepWindow, wanted_workers, within
 from rookery.settings import Settings
 
 log = logging.getLogger("rookery.controller.rollout.elastic")
 
 
 @dataclass
-class _Window:
-    """The figures of one base model since its window began."""
+class _Step:
+    """A step of a window."""
 
-    began: float
-    busy: dict[str, float] = field(default_factory=dict)
-    """By worker, the seconds with requests by the beginning of the window."""
-    steps: int = 0
-    """Optimizer steps of asynchronous policies."""
-    seconds: float = 0.0
-    """The time that these steps took."""
-    waited: float = 0.0
-    """The part of that time in which they waited for trajectories."""
+    ended: float
+    """By the monotonic clock."""
+    busy: float
+    """The seconds with requests of all workers by its end."""
+    waited: float
+    seconds: float
+    entered: int
+    """Trajectories that became complete since the step before."""
+    consumed: int
+
+
+@dataclass
+class _Window:
+    """The last steps of asynchronous policies of one base model, with one number of workers."""
+
+    workers: frozenset[str]
+    """Their names."""
+    before: _Step
+    """The step before its first one: its end and its busy seconds are the beginning of the window."""
+    steps: deque[_Step]
     entered: int = 0
-    """Trajectories that became complete."""
-    consumed: int = 0
-    """Trajectories that steps were taken with."""
+    """Trajectories that became complete since the last step."""
     wanted: int | None = None
-    """The number of workers that the window before this one led to; None for the first one."""
+    """The number of workers that the last steps led to; None for the first ones."""
+    quiet: int = 0
+    """Steps since the cluster was asked for that number."""
+
+    def seen(self) -> StepWindow:
+        steps, last = self.steps, self.steps[-1]
+        count = max(1, len(self.workers))
+        elapsed = max(1e-9, last.ended - self.before.ended) * count
+        return StepWindow(
+            count, len(steps), sum(step.waited for step in steps), sum(step.seconds for step in steps),
+            sum(step.entered for step in steps), sum(step.consumed for step in steps),
+            min(1.0, max(0.0, (last.busy - self.before.busy) / elapsed)),
+        )  # fmt: skip
 
 
 class ElasticPool:
@@ -53,7 +75,7 @@ class ElasticPool:
         busy_seconds: Callable[[Worker], float],
         scale: Callable[[str, int, Sequence[str]], None],
     ) -> None:
-        """``window`` is the number of optimizer steps after which the number of workers is computed again.
+        """``window`` is the most optimizer steps by which the number of workers is computed.
         ``busy_seconds(worker)`` is the time for which it has had requests. ``scale(model, count, serving)`` asks for
         so many rollout workers of a base model, of which those of these names serve now."""
         self._settings = settings.cluster
@@ -87,19 +109,25 @@ class ElasticPool:
         """An asynchronous policy took a step with ``consumed`` trajectories in ``seconds``, for ``waited`` of which
         there were too few trajectories."""
         window = self._window(model)
-        window.steps += 1
-        window.waited += waited
-        window.seconds += seconds
-        window.consumed += consumed
-        if window.steps < self._window_steps:
+        if len(window.steps) == window.steps.maxlen:
+            window.before = window.steps[0]
+        window.steps.append(self._step(model, waited, seconds, window.entered, consumed))
+        window.entered, window.quiet = 0, window.quiet + 1
+        acts = self._settings.scale_max > 0
+        awaited = acts and window.wanted not in (None, len(window.workers))  # the cluster still starts or ends workers
+        if len(window.steps) < (self._window_steps if awaited else min(LEAST_STEPS, self._window_steps)):
             return
-        wanted = wanted_workers(self._measured(model, window))
-        if self._settings.scale_max:
+        wanted = wanted_workers(window.seen())
+        if acts:
             wanted = within(wanted, self._settings.scale_min, self._settings.scale_max)
         if wanted != window.wanted:
-            log.info("base model %s: %d rollout workers, wanted %d", model, len(window.busy), wanted)
-        self._windows[model] = self._new(model, wanted)
-        self._request(model, wanted)
+            log.info("base model %s: %d rollout workers, wanted %d", model, len(window.workers), wanted)
+        if wanted != window.wanted or window.quiet >= self._window_steps:  # a worker that failed is started again
+            window.quiet = 0
+            self._request(model, wanted)
+        window.wanted = wanted
+        if acts and wanted != len(window.workers):
+            self._windows[model] = self._new(model, wanted)
 
     def keep(self, models: Collection[str]) -> None:
         """Jobs of these base models run: for the others the least number of workers is enough."""
@@ -112,25 +140,21 @@ class ElasticPool:
         if self._settings.scale_max:
             self._scale(model, wanted, [worker.name for worker in self._workers(model)])
 
-    def _measured(self, model: str, window: _Window) -> StepWindow:
-        workers = self._workers(model)
-        elapsed = max(1e-9, self._clock.monotonic() - window.began) * max(1, len(workers))
-        busy = sum(self._busy_seconds(worker) - window.busy.get(worker.name, 0.0) for worker in workers)
-        return StepWindow(
-            max(1, len(workers)), window.waited, window.seconds, window.entered, window.consumed,
-            min(1.0, max(0.0, busy / elapsed)),
-        )  # fmt: skip
+    def _step(self, model: str, waited: float, seconds: float, entered: int, consumed: int) -> _Step:
+        """A step that ends now."""
+        busy = sum(self._busy_seconds(worker) for worker in self._workers(model))
+        return _Step(self._clock.monotonic(), busy, waited, seconds, entered, consumed)
 
     def _window(self, model: str) -> _Window:
         """The present window, a new one where the workers have changed."""
         window = self._windows.get(model)
-        if window is None or {worker.name for worker in self._workers(model)} != window.busy.keys():
+        if window is None or {worker.name for worker in self._workers(model)} != window.workers:
             window = self._windows[model] = self._new(model, window.wanted if window is not None else None)
         return window
 
     def _new(self, model: str, wanted: int | None) -> _Window:
-        busy = {worker.name: self._busy_seconds(worker) for worker in self._workers(model)}
-        return _Window(self._clock.monotonic(), busy, wanted=wanted)
+        names = frozenset(worker.name for worker in self._workers(model))
+        return _Window(names, self._step(model, 0.0, 0.0, 0, 0), deque(maxlen=self._window_steps), wanted=wanted)
 
     def _workers(self, model: str) -> Sequence[Worker]:
         return self._fleet.serving("rollout", model)

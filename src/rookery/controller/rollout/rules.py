@@ -25,9 +25,9 @@ class RolloutRules:
     reconnect_seconds: float = 6.0
     """After a restart with unfinished jobs, rollouts wait this long for the worker that still has them: workers dial in
     at most five seconds apart."""
-    scale_window: int = 10
-    """Optimizer steps after which the number of rollout workers is computed again. Fewer follow the noise of single
-    steps."""
+    scale_window: int = 30
+    """The last optimizer steps by which the number of rollout workers is computed, at most. Fewer follow the noise of
+    single steps, more follow a load that grows too late."""
 
 
 ROLLOUT_RULES = RolloutRules()
