@@ -340,7 +340,12 @@ def planned_worker(
     for rows, measured in itertools.product(BUCKETS, slow):
         slowdowns.record(1, "decode", rows, engine=measured, trainer=measured)
     core = WorkerCore(
-        engine, trainer, gate=gate, implementation=Implementation(device="cpu"), no_lanes=no_lanes, slowdowns=slowdowns  # type: ignore[arg-type]
+        engine,
+        trainer,
+        gate=gate,
+        implementation=Implementation(device="cpu"),
+        no_lanes=no_lanes,
+        slowdowns=slowdowns,  # type: ignore[arg-type]
     )
     compute = computing(core, folder, lanes=lanes)
     compute.ready.result()

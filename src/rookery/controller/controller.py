@@ -122,9 +122,7 @@ class Controller:
         quotas = Quotas(settings.limits, clock, store, self.records.refused, self._models_of, self.jobs.tenants)
         rollouts = options.scheduler(fleet, weights, settings, clock, quotas.tenant_shares, rules)
         speeds = train_speeds(plan) if plan is not None else {}
-        training = TrainingDispatcher(
-            services, fleet, weights, collector, self.tickets, quotas.tenant_shares, speeds
-        )
+        training = TrainingDispatcher(services, fleet, weights, collector, self.tickets, quotas.tenant_shares, speeds)
         rooms = Rooms(
             fleet=fleet,
             weights=weights,

@@ -227,6 +227,7 @@ def test_clients_elsewhere_get_no_folder_of_the_service(tmp_path: Path, address:
         (schemas.AdamParams, {"eps": 0}, "eps: Input should be greater than or equal to 0.0000"),
         (schemas.AdamParams, {"learning_rate": 1e39}, "learning_rate: Input should be less than 34000"),
         (schemas.AdamParams, {"weight_decay": 1e39}, "weight_decay: Input should be less than 34000"),
+        (schemas.SamplingParams, {"temperature": 1e-9}, "temperature: temperature is 0 or at least 1e-06"),
         (schemas.SamplingParams, {"stop": [""]}, "stop.0: String should have at least 1 character"),
         (schemas.SamplingParams, {"stop": ["a", 3]}, "stop.1: Input should be a valid string"),
         (schemas.AdamParams, {"nesterov": True}, "nesterov: is not supported by this server"),

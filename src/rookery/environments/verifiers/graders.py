@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -279,14 +280,21 @@ def calculated(formula: str, values: Mapping[str, float], *, check: bool = False
 # --- similarity -------------------------------------------------------------------------------------------------------
 
 
+_WORD = re.compile(r"[^\W_]+")
+"""A word of ROUGE, as its authors' program and the library ``rouge-score`` divide texts."""
+
+
 def similarity(metric: str, given: str, wanted: str) -> float:
     """From 0 to 1. ``fuzzy_match`` is twice the length of the longest common subsequence of characters over the length
-    of both texts (RapidFuzz's ``ratio``); ``rouge_N`` and ``rouge_l`` are F1 over words (Lin 2004), ``bleu`` the
-    sentence's with add-one smoothing (Papineni et al. 2002; Lin and Och 2004), ``gleu`` that of Wu et al. 2016."""
+    of both texts (RapidFuzz's ``ratio``); ``rouge_N`` and ``rouge_l`` are F1 over words without punctuation (Lin 2004),
+    ``bleu`` the sentence's with add-one smoothing (Papineni et al. 2002; Lin and Och 2004), ``gleu`` that of Wu et al.
+    2016, both over words as white space divides them."""
     if metric == "fuzzy_match":
         both = len(given) + len(wanted)
         return 2 * _common(given, wanted) / both if both else 1.0
     words, other = given.lower().split(), wanted.lower().split()
+    if metric.startswith("rouge_") and (spelt := _WORD.findall(wanted.lower())):  # else it is punctuation alone
+        words, other = _WORD.findall(given.lower()), spelt
     if metric == "rouge_l":
         return _f1(_common(words, other), len(words), len(other))
     if metric.startswith("rouge_"):

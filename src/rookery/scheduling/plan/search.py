@@ -135,9 +135,7 @@ def homogeneous(devices: Sequence[Device]) -> Iterable[tuple[Role, ...]]:
 class _Evaluator:
     """Predicts each different plan once, up to a number of them, and keeps the best."""
 
-    def __init__(
-        self, fleet: FleetSpec, devices: Sequence[Device], demands: Sequence[JobDemand], budget: int
-    ) -> None:
+    def __init__(self, fleet: FleetSpec, devices: Sequence[Device], demands: Sequence[JobDemand], budget: int) -> None:
         self.devices = devices
         self._kinds = [_kind(device) for device in devices]
         self.budget = budget

@@ -108,7 +108,8 @@ def mistake_of(error: ValidationError, given: Any) -> str:
     """The first mistake of ``given``, in one line: the field and what is wrong with it."""
     first = first_problem(error.errors(), given)
     field = ".".join(named_steps(first["loc"], given, first["type"])) or "body"
-    problem = "is not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
+    unknown = first["type"] == "extra_forbidden"
+    problem = "is not supported by this server" if unknown else first["msg"].removeprefix("Value error, ")
     if field.endswith("record_stability_info"):
         problem += "; only stable_reinforce, which is not published, uses it: train with ppo, cispo or gspo"
     return f"{field}: {problem}"
