@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rookery.telemetry.rows import Rows, columns, printable
-from rookery.telemetry.table import job_list, worker_table
+from rookery.telemetry.table import job_list, job_table, memory_table, worker_table
 
 
 def shown(table: Rows, width: int) -> str:
@@ -53,7 +53,46 @@ def test_wide_values_are_shown_under_their_row() -> None:
     assert under.splitlines()[2].startswith("    reason: waits for the engine")
     assert shown(table, 70).count("\n") > 2, "a column with room folds beside the row"
     narrow = shown(table, 24)
-    assert narrow.splitlines()[0] == "sums" and f"id job-{'0' * 24}" in narrow
+    assert narrow.splitlines()[:2] == ["job", "sums"] and f"id job-{'0' * 24}" in narrow
+
+
+@given(notes=st.lists(st.integers(0, 300), min_size=1, max_size=12), width=st.integers(40, 160))
+def test_a_note_folds_beside_its_row_only_where_that_takes_no_more_lines(notes: list[int], width: int) -> None:
+    table = Rows(columns(("job", "state"), notes=("reason",)))
+    for number, length in enumerate(notes):
+        table.add(f"job-{number:02d}", "running", "word " * (length // 5))
+    under = sum(1 + -(-len("reason: " + "word " * (length // 5)) // 24) for length in notes)
+    text = shown(table, width)
+    assert max(map(len, text.splitlines())) <= width and len(text.splitlines()) <= 1 + under
+
+
+def test_the_unit_of_a_table_stands_above_it_at_any_width() -> None:
+    parts = {"base": (1 << 30, 2 << 30), "kv_cache": (0, 1 << 30)}
+    beat = {"gauges": {"worker_memory_bytes": 3 << 29, "worker_memory_budget_bytes": 1 << 32}, "memory_parts": parts}
+    for width in (20, 40, 80, 160):
+        text = shown(memory_table([{"name": "local-smollm2-135m-instruct-1", "beat": beat}]), width)
+        assert text.startswith("memory in GB") and "1.00 of 2.00" in text and "1.50" in text
+
+
+@given(
+    lengths=st.lists(st.integers(1, 100), max_size=50),
+    state=st.sampled_from(["queued", "running", "paused", "failed"]),
+    width=st.sampled_from([80, 160]),
+)
+def test_runs_have_whole_names_and_reasons_at_every_width(lengths: list[int], state: str, width: int) -> None:
+    jobs = [
+        {
+            "name": f"{number:02d}".ljust(length, "x"), "state": state, "step": 3, "steps": 400, "reward": 0.5,
+            "rewards": [0.1, 0.9] * 20, "tokens_per_second": 12.0, "staleness": 1.0,
+            "waits_for": "engine (109 replies, 32 ahead in the queue)", "reason": "",
+        }
+        for number, length in enumerate(lengths)
+    ]  # fmt: skip
+    lines = shown(job_table(jobs), width).splitlines()
+    letters = re.sub(r"\s", "", "".join(lines))
+    assert all(sum(job["name"] in line for line in lines) == 1 for job in jobs)
+    assert letters.count("engine(109replies,32aheadinthequeue)") == len(jobs)
+    assert max(map(len, lines), default=0) <= max(width, *lengths, 0)
 
 
 def test_control_characters_are_not_written() -> None:

@@ -173,15 +173,15 @@ def workers(cli: Cli) -> None:
         pools = [] if cli.json else client.pools()
     cli.show_rows(
         rows,
-        lambda: Group(worker_table(rows), memory_table(rows), *map(_pool_line, pools)),
+        lambda: Group(worker_table(rows), "", memory_table(rows), *([""] if pools else []), *map(_pool_line, pools)),
         "no worker has connected; rookery worker --connect URL starts one",
     )
 
 
 def _pool_line(pool: Record) -> str:
-    wanted = "no asynchronous job has taken steps enough" if pool.wanted is None else f"{pool.wanted} wanted"
-    bounds = "fixed" if pool.most is None else f"from {pool.least} to {pool.most}"
-    return f"{pool.model}: {count_of(pool.workers, 'rollout worker')}, {wanted} ({bounds})"
+    wanted = "not known before an asynchronous job has taken some steps" if pool.wanted is None else pool.wanted
+    bounds = "their number is fixed" if pool.most is None else f"from {pool.least} to {pool.most} are started"
+    return f"{pool.model}: {count_of(pool.workers, 'rollout worker')}; wanted: {wanted}; {bounds}"
 
 
 def backup(

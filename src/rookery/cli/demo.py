@@ -198,7 +198,7 @@ def _watch(runs: Sequence[TaskRun], out: Console, start: float) -> None:
             if is_terminal() or done or now - shown > PIPED_SECONDS:
                 shown = now
                 title = f"Rookery: {count_of(len(runs), 'tenant')}, one {MODEL}, {now - start:.0f} s"
-                picture = Group(job_table(views, title=title), Text("Ctrl-C stops everything", style="dim"))
+                picture = Group(Text(title, "bold"), job_table(views), Text("Ctrl-C stops everything", "dim"))
                 live.update(picture, refresh=True)
                 if not is_terminal() and not done:
                     out.print(picture)

@@ -42,11 +42,11 @@ def plain(seen: Overview) -> RenderableType:
     """The overview as text."""
     parts: list[RenderableType] = [Text(seen.line)]
     if seen.runs:
-        parts.append(job_table(seen.runs))
+        parts += ["", job_table(seen.runs)]
     if seen.total > len(seen.runs):
         parts.append(Text(f"{count_of(seen.total - len(seen.runs), 'older run is', 'older runs are')} not shown"))
     if seen.workers:
-        parts.append(worker_table(seen.workers))
+        parts += ["", worker_table(seen.workers)]
     names = {run["id"]: run["name"] for run in seen.runs}
     parts += [Text(printable(f"{names[run]}: {line}")) for run, lines in seen.alarms.items() for line in lines]
     return Group(*parts)

@@ -11,7 +11,7 @@ from rich.text import Text
 from rookery.errors import single_line
 
 NARROWEST_NOTE = 24
-"""Characters below which a folding column is shown under its row instead: narrower ones break every word."""
+"""Characters below which a folding column is never beside the others: narrower ones break every word."""
 
 GAP = "  "
 """Between two columns."""
@@ -36,8 +36,9 @@ class Column:
 
 @dataclass
 class Rows:
-    """A table. Where the whole columns do not fit beside each other, each row becomes lines of ``name value`` pairs;
-    where only the notes do not fit, they are shown under their row."""
+    """A table. Where the whole columns do not fit beside each other, each row becomes lines of ``name value`` pairs,
+    under the name of the first column; where only the notes do not fit, they are shown under their row. A note folds
+    beside its row where that takes no more lines."""
 
     columns: Sequence[Column]
     rows: list[list[Text]] = field(default_factory=list)
@@ -62,7 +63,7 @@ class Rows:
         wanted = sum(widths[i] for i in notes)
         if wanted <= room:
             beside, below = shown, list[int]()
-        elif len(notes) == 1 and room >= NARROWEST_NOTE:
+        elif len(notes) == 1 and room >= NARROWEST_NOTE and self._folds_short(console, notes[0], room, width):
             widths[notes[0]] = room
             beside, below = shown, []
         else:
@@ -72,9 +73,18 @@ class Rows:
             yield from self._folded(console, [row[i] for i in beside], beside, widths)
             yield from self._below(console, row, below, width)
 
+    def _folds_short(self, console: Console, note: int, room: int, width: int) -> bool:
+        """Whether a note in a column of ``room`` characters takes no more lines than under its row."""
+        beside = below = 0
+        for row in self.rows:
+            beside += max(1, len(row[note].wrap(console, room, overflow="fold")))
+            below += 1 + len(self._under(console, row, note, width))
+        return beside <= below
+
     def _records(self, console: Console, width: int) -> Iterator[RenderableType]:
         """A row as a line of its first column, and under it ``name value`` for the others that are not empty: as many
         on a line as fit whole, and notes on lines of their own."""
+        yield Text(self.columns[0].name, "bold")
         for row in self.rows:
             yield row[0]
             line = Text()
@@ -94,10 +104,15 @@ class Rows:
     def _below(self, console: Console, row: Sequence[Text], notes: Sequence[int], width: int) -> Iterator[Text]:
         """The notes of a row under it."""
         for i in notes:
-            if row[i]:
-                text = Text.assemble((f"{self.columns[i].name}: ", "dim"), row[i])
-                for part in text.wrap(console, max(width - len(INDENT), 1), overflow="fold"):
-                    yield Text.assemble(INDENT, part)
+            for part in self._under(console, row, i, width):
+                yield Text.assemble(INDENT, part)
+
+    def _under(self, console: Console, row: Sequence[Text], note: int, width: int) -> Sequence[Text]:
+        """The lines of a note under its row, without their indent."""
+        if not row[note]:
+            return []
+        text = Text.assemble((f"{self.columns[note].name}: ", "dim"), row[note])
+        return text.wrap(console, max(width - len(INDENT), 1), overflow="fold")
 
     def _folded(
         self, console: Console, cells: Sequence[Text], indices: Sequence[int], widths: Sequence[int]

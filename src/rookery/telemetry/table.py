@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from rookery.telemetry.rows import Rows, columns, printable
@@ -57,21 +55,18 @@ def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
     return "".join(bar(value) for value in shown)
 
 
-def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None) -> Table:
+def job_table(jobs: Sequence[Mapping[str, Any]]) -> Rows:
     """One row per job view (``controller/views.JobView`` as a mapping)."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("job", "state", "step", "reward", "", "tok/s", "stale"):
-        justify: Literal["left", "right"] = "right" if name in ("step", "reward", "tok/s", "stale") else "left"
-        table.add_column(name, no_wrap=True, justify=justify, min_width=0 if name else SPARK_WIDTH)
-    table.add_column(_cut("waits for"), min_width=8)
+    table = Rows([*columns(("job", "state"), ("step", "reward")), *columns(("last steps",)),
+                  *columns((), ("tok/s", "stale"), ("waits for",))])  # fmt: skip
     for job in jobs:
         running = job["state"] == "running"
-        table.add_row(
+        table.add(
             *job_cells(job),
             Text(sparkline(job.get("rewards") or []), "green"),
             rounded(job.get("tokens_per_second"), "{:.0f}") if running else "–",
             rounded(job.get("staleness"), "{:.1f}"),
-            _cut(waits(job), "dim"),
+            Text(printable(waits(job)), "dim"),
         )
     return table
 
@@ -146,7 +141,7 @@ def memory_table(workers: Sequence[Mapping[str, Any]]) -> Rows:
             name,
             _gigabytes(beat["gauges"].get("worker_memory_bytes") or 0),
             _gigabytes(beat["gauges"].get("worker_memory_budget_bytes") or 0),
-            *("" if size is None else "/".join(map(_gigabytes, size)) for size in sizes),
+            *("" if size is None else " of ".join(map(_gigabytes, size)) for size in sizes),
         )
     return table
 
@@ -183,8 +178,3 @@ def waits(job: Mapping[str, Any]) -> str:
 def rounded(value: Any, form: str) -> str:
     """A number in this form; a dash for what is none."""
     return form.format(value) if isinstance(value, int | float) and math.isfinite(value) else "–"
-
-
-def _cut(text: str, style: str = "") -> Text:
-    """Text that is cut, not wrapped, when the terminal is narrow."""
-    return Text(text, style, no_wrap=True, overflow="ellipsis")
