@@ -249,6 +249,36 @@ def test_files_that_a_job_names_are_uploaded(client: Client, tmp_path: Path) -> 
         client.submit(job(environment={**environment, "path": "nothing.jsonl"}), folder=tmp_path)
 
 
+UNREADABLE = [
+    (b'{"prompt": "a"', "line 1 is not JSON"),
+    (b"{\xfa}", "line 1 is not UTF-8; save the file as UTF-8"),
+    (b"", "no rows; write one JSON object per line"),
+    (b"PK\x03\x04", "it is "),
+    (None, "cannot be read (No such file or directory); give a JSONL file"),
+]
+"""A file of rows, None for none, and the mistake in it."""
+
+
+@pytest.mark.parametrize("option", ["path", "eval_path"])
+@pytest.mark.parametrize(("content", "mistake"), UNREADABLE, ids=[mistake[:16] for _, mistake in UNREADABLE])
+def test_an_unreadable_file_of_rows_is_named_with_its_option_and_mistake(
+    client: Client, tmp_path: Path, option: str, content: bytes | None, mistake: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "2+2?", "answer": "4"}\n')
+    if content is not None:
+        (tmp_path / "bad.jsonl").write_bytes(content)
+    environment = {"id": "jsonl", "path": "rows.jsonl", "verifier": "exact", option: "bad.jsonl"}
+    with pytest.raises(UserError) as refused:
+        client.dry_run(job(environment=environment), folder=tmp_path)
+    text = str(refused.value)
+    assert f"environment.{option}: {tmp_path / 'bad.jsonl'}" in text and mistake in text and "\n" not in text
+
+
+def test_an_address_without_a_machine_is_not_a_service_that_is_down() -> None:
+    with pytest.raises(Unavailable, match=r"no machine has the name in http://nothing\.invalid; correct ROOKERY_URL"):
+        Client("http://nothing.invalid", "tml-x").health()
+
+
 def test_rows_come_from_any_file_that_can_be_read(client: Client, tmp_path: Path) -> None:
     row = b'{"prompt": "2+2?", "answer": "4"}\n'
     os.mkfifo(pipe := tmp_path / "pipe")
@@ -268,9 +298,9 @@ def test_rows_come_from_any_file_that_can_be_read(client: Client, tmp_path: Path
             prompt(Path(path))
     for size in (len(row) - 1, len(row) + 1):
         with pytest.raises(UserError, match="whole changed while it was sent"):
-            list(pieces(io.BytesIO(row), whole, size))
+            list(pieces(io.BytesIO(row), str(whole), size))
     for size in (len(row), None):
-        assert b"".join(pieces(io.BytesIO(row), whole, size)) == row
+        assert b"".join(pieces(io.BytesIO(row), str(whole), size)) == row
 
 
 def test_large_rows_are_uploaded_and_small_ones_are_part_of_the_job(client: Client) -> None:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from rookery.aio import LoopThread, first_of
-from rookery.client.connection import WORK_SECONDS, HttpConnection, Record, segment
+from rookery.client.connection import WORK_SECONDS, HttpConnection, Record, RequestRefused, segment
 from rookery.client.job import ENDED, Job, sample, stream, times, write_trace
 from rookery.environments.base import Environment
 from rookery.environments.host import Host
@@ -435,20 +435,26 @@ def _add_dataset(connection: HttpConnection, content: bytes | Iterator[bytes], s
     return str(connection.call("POST", path, content=content, headers=headers, seconds=WORK_SECONDS)["dataset"])
 
 
-def _add_dataset_file(connection: HttpConnection, path: Path) -> str:
-    """Uploads a file as it is read. A pipe has no size, nor have files that a system makes when they are read."""
+def _add_dataset_file(connection: HttpConnection, path: Path, option: str) -> str:
+    """Uploads a file, which ``option`` of the job names, as it is read. A pipe has no size, nor have files that a
+    system makes when they are read."""
+    where = f"environment.{option}: {path}"
     try:
         with path.open("rb") as file:
             about = os.fstat(file.fileno())
             if stat.S_ISCHR(about.st_mode) or stat.S_ISBLK(about.st_mode):
-                raise UserError(f"environment.path: {path} is a device; give a file, or a pipe")
+                raise UserError(f"{where} is a device; give a file, or a pipe")
             size = about.st_size if stat.S_ISREG(about.st_mode) and about.st_size else None
-            return _add_dataset(connection, pieces(file, path, size), size)
+            return _add_dataset(connection, pieces(file, where, size), size)
     except OSError as error:
-        raise UserError(f"environment.path: {path} cannot be read ({error.strerror})") from None
+        reason = f"({error.strerror}); give a JSONL file, whose path starts at the folder of the job file"
+        raise UserError(f"{where} cannot be read {reason}") from None
+    except RequestRefused as error:  # the service knows the rows, not the file
+        problems = [f"{where}: {line.removeprefix('dataset: ')}" for line in error.problems]
+        raise RequestRefused("\n".join(problems), problems) from None
 
 
-def pieces(file: IO[bytes], path: Path, size: int | None) -> Iterator[bytes]:
+def pieces(file: IO[bytes], where: str, size: int | None) -> Iterator[bytes]:
     """The content of a file. Raises :class:`UserError` where it is not of the known size."""
     read = 0
     while piece := file.read(PIECE):
@@ -457,7 +463,7 @@ def pieces(file: IO[bytes], path: Path, size: int | None) -> Iterator[bytes]:
             break
         yield piece
     if size is not None and read != size:
-        raise UserError(f"environment.path: {path} changed while it was sent; submit again when it is whole")
+        raise UserError(f"{where} changed while it was sent; submit again when it is whole")
 
 
 def _large_rows(option: str, rows: Any) -> bytes | None:
@@ -497,13 +503,15 @@ def _upload_files(connection: HttpConnection, spec: Mapping[str, Any], folder: P
         environment = sent["environment"] = dict(environment)
         for given, sent_as in _DATASETS.items():
             if isinstance(environment.get(given), str):
-                environment[sent_as] = _add_dataset_file(connection, folder / named_path(environment.pop(given)))
+                environment[sent_as] = _add_dataset_file(connection, folder / named_path(environment.pop(given)), given)
         tools = environment.get("tools")
         if isinstance(tools, list):
             tools = environment["tools"] = [dict(tool) if isinstance(tool, dict) else tool for tool in tools]
-        for tool in tools if isinstance(tools, list) else ():
+        for number, tool in enumerate(tools) if isinstance(tools, list) else ():
             if isinstance(tool, dict) and isinstance(tool.get("index"), str) and not HASH.fullmatch(tool["index"]):
-                tool["index"] = _add_dataset_file(connection, folder / named_path(tool["index"]))
+                tool["index"] = _add_dataset_file(
+                    connection, folder / named_path(tool["index"]), f"tools.{number}.index"
+                )
         for given, sent_as in _ROWS.items():
             content = _large_rows(given, environment.get(given))
             if content is not None and sent_as not in environment:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -288,10 +289,19 @@ class HttpConnection:
         if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout | httpx.PoolTimeout):
             return ConnectionBroken(f"the service at {self.url} did not answer within {seconds:g} s; try again later")
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            if any(isinstance(cause, socket.gaierror) for cause in _causes(error)):
+                return ConnectionBroken(f"no machine has the name in {self.url}; correct ROOKERY_URL or --url")
             return ConnectionBroken(
                 f"no Rookery service answers at {self.url}; start one with: rookery serve (or set ROOKERY_URL)"
             )
         return ConnectionBroken(f"the connection to {self.url} broke ({type(error).__name__}: {error}); try again")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 _ERRORS = {
