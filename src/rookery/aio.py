@@ -61,14 +61,17 @@ async def restarting(work: Callable[[], Coroutine[Any, Any, None]], clock: Clock
         await clock.sleep(pause)
 
 
+def end_signals() -> list[signal.Signals]:
+    """The signals that ask a process to end. SIGHUP, which a closed terminal sends, is none of them where it is
+    ignored, as by ``nohup``; Windows has none."""
+    given = [getattr(signal, name) for name in END_SIGNALS if hasattr(signal, name)]
+    return [one for one in given if one.name != "SIGHUP" or signal.getsignal(one) is not signal.SIG_IGN]
+
+
 def on_end_signals(call: Callable[[], object], *, twice: bool = False) -> None:
-    """Have ``call()`` run in this event loop when the process is asked to end. SIGHUP that is ignored, as by ``nohup``,
-    stays so. With ``twice`` a second signal ends the process at once, also while the loop stands still."""
-    loop, first = asyncio.get_running_loop(), time.monotonic()
-    given = {name: getattr(signal, name) for name in END_SIGNALS if hasattr(signal, name)}  # Windows has no SIGHUP
-    if given.get("SIGHUP") is not None and signal.getsignal(given["SIGHUP"]) is signal.SIG_IGN:
-        del given["SIGHUP"]
-    numbers = [*given.values()]
+    """Have ``call()`` run in this event loop when the process is asked to end. With ``twice`` a second signal ends the
+    process at once, also while the loop stands still."""
+    loop, first, numbers = asyncio.get_running_loop(), time.monotonic(), end_signals()
 
     def end(number: int, frame: object) -> None:
         if time.monotonic() - first > TWICE_SECONDS:

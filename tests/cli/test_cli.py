@@ -656,7 +656,7 @@ def until(process: subprocess.Popen[str], stream: str, *texts: str) -> None:
 def test_interrupted_run_stops_cleanly_and_the_next_one_resumes(alone: Path) -> None:
     path = written(alone, job())
     ids = []
-    for number, options in ((signal.SIGINT, []), (signal.SIGTERM, []), (signal.SIGTERM, ["--new"])):
+    for number, options in ((signal.SIGINT, []), (signal.SIGHUP, []), (signal.SIGTERM, ["--new"])):
         process = started(alone, "run", path, "--json", *options)
         assert process.stdout is not None
         first = json.loads(process.stdout.readline())["job"]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import typer
 
+from rookery.aio import end_signals
 from rookery.cli.output import print_json, show
 from rookery.client import Client
 from rookery.errors import EXIT_REFUSED, RookeryError, UserError, short
@@ -62,6 +65,18 @@ def _finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"given {value}, allowed: a finite number")
     return value
+
+
+@contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """Within, each signal that asks the process to end, also that of a closed terminal, does so in the same orderly way
+    as Ctrl-C."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in end_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def last_line(output: str) -> str:

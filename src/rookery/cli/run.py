@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json as jsons
-import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,16 @@ import typer
 import yaml
 
 from rookery.cli.follow import Follower, pause_line
-from rookery.cli.options import COMPLETED, ENDINGS, INTERRUPTED, Cli, path_argument, path_option, with_options
+from rookery.cli.options import (
+    COMPLETED,
+    ENDINGS,
+    INTERRUPTED,
+    Cli,
+    ended_like_ctrl_c,
+    path_argument,
+    path_option,
+    with_options,
+)
 from rookery.cli.output import print_json, show
 from rookery.client import Client, Job, Record
 from rookery.client.job import ENDED
@@ -61,7 +69,7 @@ def run(
         typer.echo(note, err=True)
     spec = parse_job(raw)
     folder = job_file.parent
-    with _sigterm_as_ctrl_c():
+    with ended_like_ctrl_c():
         client = _running_service(cli.settings)
         if client is not None:
             if new:
@@ -239,14 +247,3 @@ def _plan(cli: Cli, client: Client, raw: dict[str, Any], folder: Path) -> int:
 
 def _note(cli: Cli, text: str, job: Job) -> None:
     cli.show({"job": dict(job.show()), "note": text} if cli.json else None, text)
-
-
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Within, SIGTERM ends this command in the same orderly way as Ctrl-C."""
-
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
