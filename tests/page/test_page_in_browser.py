@@ -4,168 +4,22 @@ from __future__ import annotations
 
 import json
 import tarfile
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from tests.support.faces import ThreadedWorker, job, served
+from tests.support.faces import job
+from tests.support.pages import CHROMIUM, MARKUP, WAIT, Town, of_run, sign_in, views
 from tests.support.traces import check
-from tests.support.waiting import until
 
-from rookery.client import Client, Job
+from rookery.client import Client
 from rookery.errors import Unauthorized
-from rookery.server.launcher import EmbeddedService
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="make test-page installs it")
-
-CHROMIUM = Path("/usr/bin/chromium")
 
 pytestmark = [
     pytest.mark.heavy,
     pytest.mark.skipif(not CHROMIUM.exists(), reason="apt-get install chromium"),
 ]
-
-WAIT = 30_000
-"""Milliseconds that the page may take to show something on a busy machine."""
-
-MARKUP = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>&lt;b&gt;"
-"""Text of a prompt, a name or an error that would take over a page which shows it as markup."""
-
-
-class Broken(BaseHTTPRequestHandler):
-    """A server of metrics that answers every request with an error, whose text is markup."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(500)
-        self.send_header("Content-Length", str(len(MARKUP)))
-        self.end_headers()
-        self.wfile.write(MARKUP.encode())
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
-
-
-class Town:
-    """A service with a worker, two tenants, and finished jobs of the first, one of which writes to a broken server."""
-
-    def __init__(self, service: EmbeddedService, admin: Client, sink: str) -> None:
-        self.service = service
-        self.sink = sink
-        self.keys = {}
-        for name in ("ada", "bob"):
-            admin.add_tenant(name)
-            self.keys[name] = str(admin.add_key(name).key)
-        self.ada = Client(service.url, self.keys["ada"])
-        self.bob = Client(service.url, self.keys["bob"])
-        rows = [{"prompt": f"{MARKUP} {a}+{a}?", "answer": "4"} for a in range(8)]
-        environment = {"id": "jsonl", "rows": rows[:6], "eval_rows": rows[6:], "verifier": "exact"}
-        algorithm = {"group_size": 4, "groups_per_step": 3}
-        self.done: Job = self.ada.submit(
-            job(name="sums", environment=environment, algorithm=algorithm, evaluation={"prompts": 2, "every": 2},
-                stop={"steps": 6})
-        )  # fmt: skip
-        assert self.done.wait().state == "completed"
-        self.driven, self.episodes = self._driven()
-        self.judged = self._judged()
-
-    def _driven(self) -> tuple[Job, list[str]]:
-        """A job of an agent whose texts are all markup: one episode fails, two have a branch and end well."""
-        environment = {"id": "agent", "rows": [{"prompt": MARKUP}] * 2}
-        driven = self.ada.submit(
-            job(name="driven", environment=environment, metadata={"note": MARKUP}, stop={"steps": 1},
-                algorithm={"group_size": 2, "groups_per_step": 1}, sinks=[{"url": self.sink}])
-        )  # fmt: skip
-        path, bearer = (
-            f"{self.service.url}/api/v1/jobs/{driven.id}/episodes",
-            {"Authorization": f"Bearer {self.keys['ada']}"},
-        )
-        until(lambda: driven.show().state == "running")
-        ended: list[str] = []
-        with httpx.Client(headers=bearer, timeout=60) as http:
-            failed = http.post(path, json={"wait": 30}).json()["episode"]
-            http.post(f"{path}/{failed}/fail", json={"reason": MARKUP}).raise_for_status()
-            while (opened := http.post(path, json={"wait": 30})).status_code == 200:
-                one = opened.json()
-                if one["episode"] is None:
-                    continue
-                for messages in ([MARKUP], [MARKUP, "4", MARKUP], ["another"]):
-                    said = [
-                        {"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(messages)
-                    ]
-                    asked = {"model": "main", "messages": said, "temperature": 0.5 if len(messages) == 1 else 1.0}
-                    key = {"Authorization": f"Bearer {one['key']}"}
-                    http.post(f"{one['base_url']}/chat/completions", json=asked, headers=key).raise_for_status()
-                about = {"reward": float(len(ended) % 2), "metrics": {MARKUP[:60]: 1.0}}
-                if http.post(f"{path}/{one['episode']}/finish", json=about).is_success:
-                    ended.append(one["episode"])
-        assert driven.wait().state == "completed"
-        return driven, [failed, *ended]
-
-    def _judged(self) -> Job:
-        """A job with two policies and a grader whose prompt is markup."""
-        rows = [{"prompt": f"{MARKUP} {a}?", "answer": "4"} for a in range(4)]
-        verifier = {"name": "judge", "policy": "judge", "prompt": MARKUP + " Is it {answer}?", "scale": 4}
-        policies = {"solver": {"rank": 4, "targets": ["q"]}, "judge": {"train": False, "base": True}}
-        judged = self.ada.submit(
-            job(name="judged", environment={"id": "jsonl", "rows": rows, "verifier": verifier}, policies=policies)
-        )
-        assert judged.wait().state == "completed"
-        return judged
-
-
-@pytest.fixture(scope="module")
-def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Broken) as broken:
-        threading.Thread(target=broken.serve_forever, daemon=True).start()
-        address = f"127.0.0.1:{broken.server_port}"
-        with (
-            served(tmp_path_factory.mktemp("town"), reachable_hosts=address) as service,
-            ThreadedWorker.of(service),
-            Client(service.url, service.key) as admin,
-        ):
-            yield Town(service, admin, f"http://{address}")
-        broken.shutdown()
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(chromium: Any, town: Town) -> Iterator[Any]:
-    """A page that fails the test where a script fails, the policy blocks something, or a request leaves the service."""
-    context = chromium.new_context(viewport={"width": 1360, "height": 900})
-    page = context.new_page()
-    page.set_default_timeout(WAIT)
-    problems: list[str] = []
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda line: problems.append(line.text) if "Content Security Policy" in line.text else None)
-    page.on(
-        "request", lambda one: None if one.url.startswith((town.service.url, "data:")) else problems.append(one.url)
-    )
-    yield page
-    title = page.title()
-    context.close()
-    assert problems == [] and title.endswith("Rookery") and "taken" not in title
-
-
-def sign_in(page: Any, town: Town, who: str) -> None:
-    page.goto(town.service.url)
-    page.fill("#key", town.keys[who])
-    page.click("button.main")
-    page.wait_for_selector("header.top")
 
 
 def test_tenant_signs_in_and_sees_only_its_runs(page: Any, town: Town) -> None:
@@ -738,22 +592,6 @@ def test_searched_markup_is_shown_as_text(page: Any, town: Town) -> None:
 
 AXE = """async () => (await axe.run()).violations.map((one) => [one.id, one.nodes.map((node) => node.html)])"""
 """Every rule of axe-core: WCAG 2 A and AA, and good practice."""
-
-
-def views(town: Town) -> list[str]:
-    return [*others_of(town), *of_run(town.done), f"run/{town.judged.id}", f"new?from={town.driven.id}"] + [
-        f"run/{town.driven.id}/episode/{episode}" for episode in town.episodes[:2]
-    ]
-
-
-def others_of(town: Town) -> list[str]:
-    return ["runs", "new", "chat", "timeline", "usage", "fleet", "tenants", f"compare/{town.done.id}/{town.judged.id}"]
-
-
-def of_run(job: Job) -> list[str]:
-    group = job.groups()[0].group
-    inside = ["", "/steps", "/step/1", f"/group/{group}", f"/episode/{group}-0", "/episodes?text=fiv", "/events"]
-    return [f"run/{job.id}{one}" for one in [*inside, "/timeline", "/episodes?failed=true"]]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

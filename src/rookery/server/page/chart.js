@@ -9,20 +9,34 @@ const STEPS_APART = Array.from({ length: 9 }, (_, at) => [1, 2, 5].map((first) =
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** A little more than the values take; a flat line is in the middle, or at the bottom where it is 0. */
-function rangeOf(low, high) {
+/** A little more than the values take; a flat line is in the middle, or at the bottom where it is 0. A share goes from 0 to the `most` that it can be. */
+function rangeOf(low, high, most) {
+  if (most) return [0, 1.02 * most];
   if (!isNumber(low) || !isNumber(high)) return [0, 1];
   if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
   const room = 0.06 * (high - low);
   return [low >= 0 && low < high / 3 ? 0 : low - room, high + room];
 }
 
+/** What the charts of a view share: smoothing, and the steps that they show, which dragging chooses too. */
+export function Axis({ steps, weight, onWeight, zoom, onZoom }) {
+  const first = steps[0] ?? 0, last = steps.at(-1) ?? 0, [from, to] = zoom ? [Math.ceil(zoom[0]), Math.floor(zoom[1])] : [first, last];
+  const bound = (name, value, given) => html`<label>${name} <input class="short" type="number" min=${first} max=${last} value=${value} onChange=${(event) => {
+    const [low, high] = given(Number(event.target.value));
+    onZoom(event.target.value === "" || low > high || (low <= first && high >= last) ? null : [low, high]);
+  }} /></label>`;
+  return html`<label>Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${weight} aria-valuetext=${weight ? `weight of the past ${weight.toFixed(2)}` : "off"} onInput=${(event) => onWeight(Number(event.target.value))} /></label>
+    <span class="muted small">${weight ? `weight of the past ${weight.toFixed(2)}` : "off"}</span>
+    ${bound("steps from", from, (value) => [value, to])}${bound("to", to, (value) => [from, value])}
+    ${zoom && html`<button onClick=${() => onZoom(null)}>Show all steps</button>`}`;
+}
+
 /** `lines`: [{label, values, dashed, dots, raw}] with a value for each of `steps`; `zoom` is [from, to] or null. */
-export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom, onStep, digits = 3, show = (value) => number(value, digits) }) {
+export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom, onStep, most, digits = 3, show = (value) => number(value, digits) }) {
   const box = useRef(null), plot = useRef(null), hooks = useRef({});
   const [at, setAt] = useState(null), theme = useTheme();
   hooks.current = { onZoom, onStep, steps };
-  const shape = JSON.stringify([lines.map((line) => [line.label, line.dashed, line.dots]), title, unit]);
+  const shape = JSON.stringify([lines.map((line) => [line.label, line.dashed, line.dots]), title, unit, most]);
 
   useEffect(() => {
     const here = box.current;
@@ -32,7 +46,7 @@ export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom
       height: HEIGHT,
       legend: { show: false },
       cursor: { sync: { key: "run", setSeries: false }, drag: { x: true, y: false, dist: CLICK_PIXELS, setScale: false }, points: { size: 6 } },
-      scales: { x: { time: false }, y: { range: (_, low, high) => rangeOf(low, high) } },
+      scales: { x: { time: false }, y: { range: (_, low, high) => rangeOf(low, high, most) } },
       axes: [{ ...axis, size: 32, incrs: STEPS_APART }, { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => String(Number(tick.toPrecision(6))).replace(/^(-?\d+)000$/, "$1k")) }],
       series: [{}, ...lines.map((line, place) => ({
         label: line.label, stroke: color(`--c${place % 6}`), width: line.dashed ? 1.3 : 2, spanGaps: true,
@@ -69,13 +83,14 @@ export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom
     u.setScale("x", zoom ? { min: zoom[0], max: zoom[1] } : { min: low === high ? low - 1 : low, max: low === high ? high + 1 : high });
   });
 
-  const last = (values) => values.findLast(isNumber);
+  const until = zoom ? steps.findLastIndex((step) => step <= zoom[1]) : steps.length - 1; // the newest step that is shown
+  const last = (values) => values.findLast((value, place) => place <= until && isNumber(value));
   const value = (values) => (at === null ? last(values) : values[at]);
   const summary = lines.map((line, place) => `${line.label} ${show(last(shown[place]))}`).join(", ");
   return html`<section class="panel chart">
     <h2 class="sub">${title} ${unit && html`<span class="unit">${unit}</span>`}</h2>
-    <div class="plot" ref=${box} role="img" aria-label=${`${title} over ${counted(steps.length, "step")}; newest: ${summary}`}></div>
-    <div class="legend"><span>step <b>${at === null ? steps[steps.length - 1] : steps[at]}</b></span>
+    <div class="plot" ref=${box} role="img" aria-label=${`${title} over ${counted(steps.length, "step")}; at step ${steps[until]}: ${summary}`}></div>
+    <div class="legend"><span>step <b>${steps[at ?? until]}</b></span>
       ${lines.map((line, place) => html`<span><i class=${`swatch s${place % 6}`}></i>${line.label} <b>${show(value(line.raw ? line.values : shown[place]))}</b></span>`)}
     </div>
   </section>`;

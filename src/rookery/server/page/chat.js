@@ -2,7 +2,8 @@
 import { useEffect, useState } from "preact/hooks";
 import { call, jobPath, useData } from "./api.js";
 import { counted, number } from "./format.js";
-import { Empty, Problem, html } from "./parts.js";
+import { Empty, Loading, Problem, html } from "./parts.js";
+import { Walk } from "./tokens.js";
 import { partsOf, surprise, targetOf } from "./text.js";
 
 const SAMPLES = 8; // at once: what fits beside each other
@@ -20,7 +21,7 @@ export const history = (turns, last) => turns.slice(0, last + 1).flatMap((turn, 
 
 export function Chat({ query, account }) {
   const asked = (query.target ?? "").split(/[/@]/)[0], given = query.target ?? "";
-  const { data: models } = useData("/api/v1/models"), { data: newest } = useData("/api/v1/runs?limit=200"), { data: one } = useData(asked ? `/api/v1/runs?${new URLSearchParams({ id: asked })}` : null);
+  const { data: models, error: unread } = useData("/api/v1/models"), { data: newest } = useData("/api/v1/runs?limit=200"), { data: one } = useData(asked ? `/api/v1/runs?${new URLSearchParams({ id: asked })}` : null);
   const runs = newest && (one || !asked) ? [...newest.runs, ...(one?.runs ?? []).filter((run) => newest.runs.every((other) => other.id !== run.id))] : null;
   const [targets, setTargets] = useState(["", given]), [sides, setSides] = useState([[], []]);
   const [options, setOptions] = useState({ n: 1, temperature: 1, maxTokens: 128, seed: "", system: "" }), [text, setText] = useState(""), [busy, setBusy] = useState(null), [error, setError] = useState(null); // busy: what ends the requests
@@ -69,7 +70,8 @@ export function Chat({ query, account }) {
   return html`<div class="bar"><h1>Chat</h1>${option("n", "samples", { min: 1, max: SAMPLES })}${option("temperature", "temperature", { min: 0, max: 10, step: 0.1 })}${option("maxTokens", "longest reply, tokens", { min: 1 })}${option("seed", "seed", { min: 0, placeholder: "any" })}
       ${users && html`<button class="right" disabled=${busy} onClick=${() => setSides([[], []])}>New conversation</button>`}</div>
     <details class="part system" open=${options.system !== ""}><summary>System message ${options.system === "" && html`<span class="muted">the model's default</span>`}</summary><textarea rows="2" aria-label="System message" value=${options.system} onInput=${(event) => setOptions({ ...options, system: event.target.value })}></textarea></details>
-    <${Problem} error=${error} />
+    <${Problem} error=${error ?? (models ? null : unread)} />
+    ${(!models || !runs) && !unread && html`<${Loading} />`}
     ${models && usable.length === 0 && html`<${Empty}>No base model is loaded yet: chat needs a worker.<//>`}
     <div class="two">${targets.map((target, side) => html`<section key=${side} class="panel side" aria-label=${side ? "Right" : "Left"}>
       <div class="bar"><${Target} value=${target} label=${side ? "Model on the right" : "Model on the left"} models=${usable} runs=${mine} onChange=${(value) => setTargets(targets.map((one, at) => (at === side ? value : one)))} />
@@ -79,7 +81,7 @@ export function Chat({ query, account }) {
           ${turn.samples.length > 1 && html`<button class="small" aria-pressed=${at === turn.chosen} onClick=${() => choose(side, place, at)}>${at === turn.chosen ? "goes on from this" : "go on from this"}</button>`}
           <${Tokens} sample=${sample} /></article>`)}</div></div>`)}
       ${!users && html`<p class="muted small">${target ? "Its replies stand here, each token with its log-probability." : "Choose a base model, or a version of a run."}</p>`}</section>`)}</div>
-    ${users && html`<p class="muted small">The stronger the color of a token, the less likely it was; point at it for its log-probability.</p>`}
+    ${users && html`<p class="muted small">The stronger the color of a token, the less likely it was; point at it, or use the arrow keys, for its log-probability.</p>`}
     <form class="bar say" onSubmit=${send}><label class="grow"><span class="skip">Message</span><textarea rows="2" aria-label="Message" placeholder=${targets.every(Boolean) ? "A message to both" : "A message"} value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${(event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event); }}></textarea></label>${busy ? html`<button type="button" onClick=${() => busy.abort()}>Stop</button>` : html`<button class="main" disabled=${targets.every((one) => !one)}>Send</button>`}</form>`;
 }
 
@@ -99,5 +101,7 @@ function Target({ value, label, models, runs, onChange }) {
 
 function Tokens({ sample }) {
   if (sample.tokens.length === 0) return html`<pre>${sample.text || html`<span class="muted">(empty)</span>`}</pre>`;
-  return html`<pre class="tokens">${sample.tokens.map((one, at) => html`<span key=${at} class=${`token lp${surprise(one.logprob)}`} title=${`${number(one.logprob, 4)} nats`}>${one.token}</span>`)}</pre>${sample.finish === "length" && html`<span class="muted small">cut at the longest reply</span>`}`;
+  const spans = sample.tokens.map((one, at) => html`<span key=${at} data-at=${at} class=${`token lp${surprise(one.logprob)}`} title=${`${number(one.logprob, 4)} nats`}>${one.token}</span>`);
+  const about = (at) => html`<b>${JSON.stringify(sample.tokens[at].token)}</b> log-probability ${number(sample.tokens[at].logprob, 4)} nats`;
+  return html`<${Walk} spans=${spans} count=${sample.tokens.length} about=${about} />${sample.finish === "length" && html`<span class="muted small">cut at the longest reply</span>`}`;
 }

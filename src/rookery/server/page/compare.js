@@ -1,10 +1,10 @@
 // Up to four runs on the same axes.
 import { useEffect, useState } from "preact/hooks";
 import { laterRows, useData } from "./api.js";
-import { Chart } from "./chart.js";
+import { Axis, Chart } from "./chart.js";
 import { route } from "./format.js";
 import { compared } from "./overview.js";
-import { Empty, Problem, html } from "./parts.js";
+import { Empty, Loading, Problem, html } from "./parts.js";
 import { COMPARED } from "./runs.js";
 
 export function Compare({ path }) {
@@ -27,9 +27,10 @@ export function Compare({ path }) {
   const label = (id) => (names[id] && ids.some((one) => one !== id && names[one] === names[id]) ? `${names[id]} (${id.slice(-4)})` : names[id] ?? id);
   const { steps, charts } = compared(ids.map((id) => rows?.[id] ?? []), ids.map(label));
   const parted = charts.some((chart) => chart.lines.length > ids.length); // lines have the colours of policies, not of runs
-  return html`<div class="bar"><h1>Compare</h1>${ids.map((id, at) => html`<span>${!parted && html`<i class=${`swatch s${at}`}></i>`}<a href=${route(["run", id])}>${label(id)}</a></span>`)}
-      <label class="right" for="smooth">Smoothing</label><input id="smooth" type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(event) => setWeight(Number(event.target.value))} />
-      ${zoom && html`<button onClick=${() => setZoom(null)}>Show all steps</button>`}</div>
+  const missing = data ? ids.filter((id) => !names[id]) : [];
+  return html`<div class="bar"><h1>Compare</h1>${data && ids.map((id, at) => html`<span class="name">${!parted && html`<i class=${`swatch s${at}`}></i>`}<a href=${route(["run", id])}>${label(id)}</a></span>`)}
+      <${Axis} steps=${steps} weight=${weight} onWeight=${setWeight} zoom=${zoom} onZoom=${setZoom} /></div>
     <${Problem} error=${error ?? problem} />
-    ${!rows ? html`<p class="muted">Loading …</p>` : steps.length === 0 ? html`<${Empty}>None of these runs has committed a step.<//>` : html`<div class="charts">${charts.map((chart) => html`<${Chart} key=${chart.title} ...${chart} steps=${steps} weight=${weight} zoom=${zoom} onZoom=${setZoom} />`)}</div>`}`;
+    ${missing.length > 0 && html`<div class="notice warn" role="status">Not found: ${missing.join(", ")}.</div>`}
+    ${error && !data ? "" : !rows || !data ? html`<${Loading} />` : steps.length === 0 ? html`<${Empty}>None of these runs has committed a step.<//>` : html`<div class="charts">${charts.map((chart) => html`<${Chart} key=${chart.title} ...${chart} steps=${steps} weight=${weight} zoom=${zoom} onZoom=${setZoom} />`)}</div>`}`;
 }

@@ -2,14 +2,14 @@
 import { useState } from "preact/hooks";
 import { jobPath, useData } from "./api.js";
 import { time } from "./format.js";
-import { Empty, Problem, Scroll, html } from "./parts.js";
+import { Empty, Loading, Problem, Scroll, html } from "./parts.js";
 
 const FEW = 100, MANY = 1000;
 
 export function Events({ job, view }) {
   const [limit, setLimit] = useState(FEW), [kind, setKind] = useState("");
   const { data, error } = useData(`${jobPath(job, "events")}?limit=${limit}`, view.finished ? 0 : 3000);
-  if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
+  if (!data) return html`<${Loading} error=${error} />`;
   const kinds = [...new Set(data.map((one) => one.kind))].sort(), shown = data.filter((one) => !kind || one.kind === kind).reverse();
   return html`<div class="bar"><h2>Events</h2><select aria-label="Kind of event" value=${kind} onChange=${(event) => setKind(event.target.value)}><option value="">every kind</option>${kinds.map((one) => html`<option value=${one}>${one.replaceAll("_", " ")}</option>`)}</select>
       ${data.length === limit && limit < MANY && html`<button onClick=${() => setLimit(MANY)}>Older events</button>`}</div>

@@ -1,14 +1,14 @@
 // The workers: what each does, what it holds, what it costs, and what happened to it.
 import { useData } from "./api.js";
 import { bytes, count, counted, duration, number, percent, time } from "./format.js";
-import { Badge, Empty, Facts, Problem, Scroll, html } from "./parts.js";
+import { Badge, Empty, Facts, Loading, Problem, Scroll, html } from "./parts.js";
 
 const REFRESH = 2000, EVENTS = 40;
 
 export function Fleet() {
   const { data: workers, error } = useData("/api/v1/workers", REFRESH), { data: health } = useData("/api/v1/health", REFRESH);
   const { data: costs } = useData("/api/v1/costs", 5 * REFRESH), { data: events } = useData(`/api/v1/workers/events?limit=${EVENTS}`, REFRESH);
-  if (!workers) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
+  if (!workers) return html`<${Loading} error=${error} />`;
   const totals = health?.totals ?? {}, gauges = health?.gauges ?? {}, sites = workers.some((worker) => worker.site);
   return html`<div class="bar"><h1>Fleet</h1><span class="muted right">${counted(workers.length, "worker")}</span></div>
     <${Problem} error=${error} />

@@ -3,7 +3,7 @@ import { useEffect, useState } from "preact/hooks";
 import { jobPath, useData } from "./api.js";
 import { ago, counted, histogram, inBin, isNumber, number, reward, route, steps, time } from "./format.js";
 import { colored } from "./jobform.js";
-import { Badge, Empty, Facts, Pager, Problem, Scroll, html, signed } from "./parts.js";
+import { Badge, Empty, Facts, Loading, Pager, Problem, Scroll, html, signed } from "./parts.js";
 import { asText, reach, segments, shorten } from "./text.js";
 
 const PAGE = 50;
@@ -34,7 +34,7 @@ export function ofPolicy(view) {
 export function Histogram({ bins, rewards, bin, onBin, whose = "" }) {
   const most = Math.max(1, ...bins.map((one) => one.count));
   if (bins.length === 0) return null;
-  return html`<div class="panel histogram"><h2 class="sub">Rewards${whose} <span class="unit muted small">${counted(rewards.length, "episode")}; a bar filters</span></h2>
+  return html`<div class="panel histogram"><h2 class="sub">Rewards${whose} <span class="unit muted small">${counted(rewards.length, "episode")}; choose a bar to see its groups</span></h2>
     <div class="bars">${bins.map((one, at) => {
       const from = number(one.from, 2), to = number(one.to, 2), name = one.from === one.to ? from : `${from} to ${to}`;
       return html`<button key=${at} aria-pressed=${sameBin(bin, one)} onClick=${() => onBin(sameBin(bin, one) ? null : one)} aria-label=${`${counted(one.count, "episode")} with a reward of ${name}`} title=${name} disabled=${one.count === 0}>
@@ -50,7 +50,7 @@ export function Steps({ job, view, path, rows }) {
   const wanted = new URLSearchParams({ offset, limit: PAGE });
   if (step !== null) wanted.set("step", step);
   const { data, error } = useData(`${jobPath(job, "groups")}?${wanted}`, step === null ? 5000 : 0);
-  if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
+  if (!data) return html`<${Loading} error=${error} />`;
   const members = data.groups.flatMap((group) => group.members), rewards = members.map((one) => one.reward).filter(isNumber);
   const bins = histogram(rewards), pressed = bins.find((one) => sameBin(bin, one)), inside = (group) => !pressed || group.members.some((one) => inBin(one.reward, pressed, pressed === bins.at(-1)));
   const shown = data.groups.filter((group) => inside(group) && (!flat || !group.zero_variance));
@@ -93,7 +93,7 @@ export function Group({ job, view, path }) {
   const name = path[3], [running, setRunning] = useState(false);
   const { data, error } = useData(jobPath(job, "groups", encodeURIComponent(name)), running ? REFRESH : 0);
   useEffect(() => setRunning(data?.state === "open"), [data]);
-  if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
+  if (!data) return html`<${Loading} error=${error} />`;
   return html`
     <div class="bar"><h2>Group ${data.ordinal}</h2><${Badge} state=${data.state} />
       ${data.zero_variance && html`<span class="badge warn">no variance: no gradient</span>`}

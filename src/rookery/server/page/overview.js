@@ -14,18 +14,18 @@ export function chartsOf(rows, evaluations = [], order = []) {
   const charts = [
     onRows ? { title: "Loss", unit: "mean of the step", lines: [line("training", "loss"), ...evaluationLines(rows, evaluations, several, order)] }
       : { title: "Reward", unit: "mean of the step", lines: [line("training", "reward"), ...evaluationLines(rows, evaluations, several, order)] },
-    ...(onRows ? [{ title: "Preference", unit: "share of pairs", lines: [line("chosen preferred", "accuracy")] }, { title: "Margin", unit: "implicit reward", lines: [line("chosen − rejected", "margin")] }] : []),
+    ...(onRows ? [{ title: "Preference", unit: "share of pairs", lines: [line("chosen preferred", "accuracy")], most: 1 }, { title: "Margin", unit: "implicit reward", lines: [line("chosen − rejected", "margin")] }] : []),
     { title: "Reply length", unit: "tokens", lines: [line("mean", "length_mean"), line("longest", "length_max")], digits: 1 },
     { title: "Entropy", unit: "nats per token", lines: [line("entropy", "entropy")] },
     { title: "KL to the start", unit: "nats per token", lines: [line("KL", "kl")] },
     { title: "Log-prob gap, engine − trainer", unit: "nats per token", lines: [line("mean", "logp_diff_mean")] },
-    { title: "Groups without variance", unit: "% of groups", lines: [line("share", "zero_variance_share", { factor: 100 })], digits: 0 },
+    { title: "Groups without variance", unit: "% of groups", lines: [line("share", "zero_variance_share", { factor: 100 })], digits: 0, most: 100 },
     { title: "Staleness", unit: "optimizer steps", lines: [line("mean", "staleness_mean"), line("oldest", "staleness_max")], digits: 2 },
     ...policies.map((policy) => ({ // each has six lines already
       title: several ? `Seconds by stage: ${policy}` : "Seconds by stage", unit: "s", show: duration, main: "generation",
       lines: stages.map(([label, name]) => ({ label, values: of(policy, name) })),
     })),
-    { title: "Gradient norm", unit: "", lines: [line("norm", "grad_norm")] },
+    { title: "Gradient norm", unit: "L2, before clipping", lines: [line("norm", "grad_norm")] },
     ...metrics.map((name) => ({ title: name.slice(FIRST.length), unit: "metric of the environment", environment: true, lines: [line("mean", name)] })),
   ];
   return charts

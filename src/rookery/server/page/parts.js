@@ -6,19 +6,21 @@ import { counted, isNumber, number, sparkPath } from "./format.js";
 
 export const html = htm.bind(h);
 
-export const Badge = ({ state }) => html`<span class=${`badge ${state.replaceAll(" ", "-")}`}>${state}</span>`;
+/** The states of groups and episodes that do not explain themselves. */
+const STATES = { open: "it runs", ready: "complete, and not trained on yet", consumed: "a step was trained on it", dropped: "too old to be trained on, or its run has ended" };
+
+export const Badge = ({ state }) => html`<span class=${`badge ${state.replaceAll(" ", "-")}`} title=${STATES[state]}>${state}</span>`;
 
 export function Sparkline({ values, width = 110, height = 24 }) {
   const path = sparkPath(values, width, height);
-  if (!path) return html`<span class="muted">–</span>`;
+  if (!path) return html`<svg class="spark" width=${width} height=${height} aria-hidden="true"></svg>`; // the figures before it stay in their column
   const label = `${counted(values.length, "step")}, from ${number(values[0])} to ${number(values[values.length - 1])}`;
   return html`<svg class="spark" width=${width} height=${height} role="img" aria-label=${label}><path d=${path} /></svg>`;
 }
 
 export function Progress({ done, all }) {
-  if (!all) return null;
-  const width = 80 * Math.min(1, done / all);
-  return html`<span class="progress" aria-hidden="true"><svg width="80" height="8"><rect width=${width} height="8" /></svg></span>`;
+  const width = all ? 80 * Math.min(1, done / all) : 0;
+  return html`<span class=${`progress ${all ? "" : "none"}`} aria-hidden="true"><svg width="80" height="8"><rect width=${width} height="8" /></svg></span>`;
 }
 
 export const Problem = ({ error }) => error && html`<div class="notice bad" role="alert">${error.message}
@@ -69,6 +71,9 @@ export class Boundary extends Component {
     return error ? html`<div class="notice bad" role="alert">The page cannot show this: ${error.message}. <a href="#/runs">All runs</a></div>` : children;
   }
 }
+
+/** In the place of data that was not read yet, or cannot be read. */
+export const Loading = ({ error }) => (error ? html`<${Problem} error=${error} />` : html`<p class="muted" role="status">Loading …</p>`);
 
 export const Empty = ({ children }) => html`<div class="panel empty">${children}</div>`;
 

@@ -2,7 +2,7 @@
 import { useState } from "preact/hooks";
 import { getAll, jobPath, temporary, useData, useMetrics } from "./api.js";
 import { Actions } from "./actions.js";
-import { Chart } from "./chart.js";
+import { Axis, Chart } from "./chart.js";
 import { ago, count, duration, isNumber, number, percent, reward, route, steps, time } from "./format.js";
 import { chartsOf } from "./overview.js";
 import { Episode } from "./episode.js";
@@ -11,7 +11,7 @@ import { Events } from "./events.js";
 import { Health } from "./health.js";
 import { Group, Steps, ofPolicy } from "./groups.js";
 import { Timeline } from "./timeline.js";
-import { Badge, Empty, Facts, Problem, Scroll, html, useTitle } from "./parts.js";
+import { Badge, Empty, Facts, Loading, Problem, Scroll, html, useTitle } from "./parts.js";
 
 const STEPS_SHOWN = 12;
 
@@ -34,13 +34,23 @@ const INSIDE = { steps: Steps, step: Steps, group: Group, episode: Episode, epis
 /** Whether a run trains on rows, without replies: it has neither groups nor episodes. */
 const onRows = (view) => ["sft", "dpo"].includes(view.spec.algorithm?.name);
 
+/** How a paused run continues, by who paused it. */
+const THEN = { outage: "It resumes by itself.", owner: "Resume continues it.", fault: "When that is corrected, Resume continues it." };
+
+/** How many episodes ended, with a link to those that failed. */
+function episodesOf({ counters }, job) {
+  const ended = counters.episodes ?? 0, failed = counters.episodes_failed ?? 0;
+  if (!ended && !failed) return "";
+  return failed ? html`${count(ended)}, <a href=${route(["run", job, "episodes"], { failed: "true" })}>${count(failed)} failed</a>` : count(ended);
+}
+
 export function Run({ path, query, account }) {
   const [, job, tab = ""] = path;
   const stream = useMetrics(job);
   const { data: view, error, since, reload } = useData(jobPath(job), stream.live || stream.since || !stream.job ? 3000 : 15000);
   useTitle(view ? `${view.name}, ${(TABS.find(([name]) => name === tab)?.[1] ?? tab).toLowerCase()} ${path[2] === "step" ? path[3] : ""}`.trim() : "Run");
   if (error && !view) return html`<${Problem} error=${error} />`;
-  if (!view) return html`<p class="muted">Loading …</p>`;
+  if (!view) return html`<${Loading} />`;
   const Inside = Object.hasOwn(INSIDE, tab) ? INSIDE[tab] : null, tabs = TABS.filter(([name]) => !onRows(view) || !["steps", "episodes"].includes(name));
   return html`
     <div class="bar"><h1>${view.name}</h1><${Badge} state=${view.state} />
@@ -48,7 +58,7 @@ export function Run({ path, query, account }) {
       <span class="muted small">${view.id}</span></div>
     ${error ? html`<div class="notice warn" role="status">${error.status === 404 ? "This run is deleted" : temporary(error) ? `No answer since ${time(since)}: ${error.message}` : `Refused since ${time(since)}: ${error.message}`}. The figures below are from before.</div>`
       : stream.since && html`<div class="notice warn" role="status">The charts have had no connection since ${time(stream.since)}${stream.error ? `: ${stream.error.message}` : ""}. The page tries again.</div>`}
-    ${view.reason && view.state !== "completed" && html`<div class=${`notice ${view.state === "failed" ? "bad" : "warn"}`}>${view.state}: ${view.reason}</div>`}
+    ${view.reason && view.state !== "completed" && html`<div class=${`notice ${view.state === "failed" ? "bad" : "warn"}`}><b>${view.state}</b>: ${view.reason}. ${view.state === "paused" && THEN[view.paused_by]}</div>`}
     <${Facts} facts=${[
       account.role === "admin" ? ["tenant", view.tenant] : ["", ""],
       ["base model", view.base_model],
@@ -57,7 +67,7 @@ export function Run({ path, query, account }) {
       ["tokens/s", view.state === "running" && !onRows(view) ? number(view.tokens_per_second, 1) : ""],
       ["tokens sampled", onRows(view) ? "" : count(view.tokens)],
       ["waits for", view.finished ? "" : view.waits_for],
-      ["episodes", view.counters.episodes ? `${count(view.counters.episodes)}${view.counters.episodes_failed ? `, ${count(view.counters.episodes_failed)} failed` : ""}` : ""],
+      ["episodes", episodesOf(view, job)],
       ["cost", view.cost.cost ? number(view.cost.cost) : ""],
       ["compute", view.cost.seconds ? duration(view.cost.seconds) : ""],
       ["submitted", time(view.created)],
@@ -77,7 +87,7 @@ function Overview({ job, view, stream }) {
   const [weight, setWeight] = useState(0), [zoom, setZoom] = useState(null);
   const { data: evaluations } = useData(`${jobPath(job, "evaluations")}?held_out=false&limit=1000`, view.finished ? 0 : 10000, getAll);
   const rows = stream.rows, steps = rows.map((row) => row.step);
-  if (!stream.loaded) return html`<p class="muted">Loading …</p>`;
+  if (!stream.loaded) return html`<${Loading} />`;
   if (rows.length === 0) return html`<${Problem} error=${stream.error} /><${Empty}>No step is committed yet. ${view.waits_for && `The run waits for: ${view.waits_for}.`}<//>`;
   const charts = chartsOf(rows, evaluations ?? [], Object.keys(view.spec.policies));
   const rowsOnly = onRows(view), open = (step) => { if (step !== undefined && !rowsOnly) location.hash = route(["run", job, "step", String(step)]); };
@@ -85,10 +95,7 @@ function Overview({ job, view, stream }) {
   const environment = charts.filter((chart) => chart.environment), several = rows.some((row) => row.policy); // where several train
   return html`
     <${Health} job=${job} view=${view} />
-    <div class="bar"><label for="smooth">Smoothing</label>
-      <input id="smooth" type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(event) => setWeight(Number(event.target.value))} />
-      <span class="muted small">${weight ? `weight of the past ${weight.toFixed(2)}` : "off"}</span>
-      ${zoom && html`<button onClick=${() => setZoom(null)}>Show all steps</button>`}
+    <div class="bar"><${Axis} steps=${steps} weight=${weight} onWeight=${setWeight} zoom=${zoom} onZoom=${setZoom} />
       <span class="muted small right">drag to zoom, double-click to show all${rowsOnly ? "" : ", click to open a step"}</span></div>
     <div class="charts">${charts.filter((chart) => !chart.environment).map(draw)}</div>
     ${environment.length > 0 && html`<h2>Metrics of the environment</h2><div class="charts">${environment.map(draw)}</div>`}

@@ -1,8 +1,8 @@
 // All runs: their state at a glance, filtered and sorted by the service, up to four chosen for comparison.
 import { useEffect, useState } from "preact/hooks";
 import { useData } from "./api.js";
-import { ago, counted, number, reward, route, time } from "./format.js";
-import { Badge, Empty, Pager, Problem, Progress, Scroll, Sparkline, html } from "./parts.js";
+import { ago, count, counted, number, reward, route, time } from "./format.js";
+import { Badge, Empty, Loading, Pager, Problem, Progress, Scroll, Sparkline, html } from "./parts.js";
 import { shorten } from "./text.js";
 
 const REFRESH = 2000; // ms: as fresh as a person notices
@@ -39,29 +39,29 @@ export function Runs({ query, account }) {
         <button onClick=${() => setChosen([])}>Clear</button>`}
       ${data && html`<span class="muted right">${counted(data.total, "run")}</span>`}
     </div>
-    <${Problem} error=${error} />
-    ${data && data.total === 0 && html`<${Empty}>${filtered ? "No run is like that." : html`No runs yet. <code>rookery run job.yaml</code> submits one.`}<//>`}
+    ${data ? html`<${Problem} error=${error} />` : html`<${Loading} error=${error} />`}
+    ${data && data.total === 0 && html`<${Empty}>${filtered ? "No run is like that." : html`No runs yet. <a href="#/new">New run</a> or <code>rookery run job.yaml</code> submits one.`}<//>`}
     ${data && data.total > 0 && html`<${Scroll} label="Runs"><table><thead><tr>
-        <th><span class="muted small">vs</span></th>${head("name")}${account.role === "admin" && html`<th>Tenant</th>`}${head("state")}${head("step", true)}${head("reward", true)}
-        <th class="number">Tokens/s</th><th class="number">Staleness</th><th>Waits for</th><th class="number">Cost</th>${head("created")}
+        <th>Compare</th>${head("name")}${account.role === "admin" && html`<th>Tenant</th>`}${head("state")}${head("step", true)}${head("reward", true)}
+        <th class="number">Tokens/s</th><th class="number">Staleness</th><th>Waits for, or why it ended</th><th class="number">Cost</th>${head("created")}
       </tr></thead><tbody>${data.runs.map((run) => html`<${Row} key=${run.id} run=${run} tenant=${account.role === "admin"} chosen=${chosen.includes(run.id)} onToggle=${() => toggle(run.id)} />`)}</tbody></table><//>
       <${Pager} offset=${offset} size=${PAGE} total=${data.total} onOffset=${(to) => go({ offset: to })} />`}`;
 }
 
 function Row({ run, tenant, chosen, onToggle }) {
   const ended = run.finished > 0;
-  const waits = ended ? run.reason && `ended: ${run.reason}` : run.state === "paused" ? run.reason : run.waits_for;
+  const waits = ended ? run.reason : run.state === "paused" ? run.reason : run.waits_for;
   const where = run.state === "queued" || run.state === "paused" ? `for ${ago(run.since)}` : "";
   return html`<tr>
     <td><input type="checkbox" checked=${chosen} onChange=${onToggle} aria-label=${`Compare ${run.name}`} /></td>
     <td class="wrap"><a href=${route(["run", run.id])}>${run.name}</a><div class="muted small">${run.base_model}</div></td>
     ${tenant && html`<td>${run.tenant}</td>`}
     <td><${Badge} state=${run.state} /></td>
-    <td class="number">${run.step}${run.steps ? ` / ${run.steps}` : ""}<${Progress} done=${run.step} all=${run.steps} /></td>
-    <td class="number">${reward(run.reward)} ${run.rewards.length > 1 && html`<${Sparkline} values=${run.rewards} />`}</td>
+    <td class="number">${count(run.step)}${run.steps ? ` / ${count(run.steps)}` : ""}<${Progress} done=${run.step} all=${run.steps} /></td>
+    <td class="number">${reward(run.reward)} <${Sparkline} values=${run.rewards.length > 1 ? run.rewards : []} /></td>
     <td class="number">${ended || !run.tokens_per_second ? "–" : number(run.tokens_per_second, 1)}</td>
     <td class="number">${number(run.staleness, 2)}</td>
-    <td class="wrap small" title=${waits || undefined}>${waits ? shorten(waits) : "–"} <span class="muted">${where}</span></td>
+    <td class="wrap small" title=${waits || undefined}>${waits ? shorten(waits) : where ? "" : "–"} <span class="muted">${where}</span></td>
     <td class="number">${run.cost.cost ? number(run.cost.cost, 3) : "–"}</td>
     <td class="small" title=${time(run.created)}>${ago(run.created)} ago</td>
   </tr>`;

@@ -4,7 +4,7 @@ import { getAll, useData } from "./api.js";
 import { now as serviceNow } from "./clock.js";
 import { duration, percent, route, time } from "./format.js";
 import { KINDS, LANES_SHOWN, MARKS, about, lanesOf, moved, packed, scaleOf, seconds, ticks, within, zoomed } from "./lanes.js";
-import { Empty, Problem, Scroll, html, useTheme } from "./parts.js";
+import { Empty, Loading, Problem, Scroll, html, useTheme } from "./parts.js";
 
 const STRIP = 12, HEAD = 17, AXIS = 22, GAP = 7; // pixels
 const LIVE = 2000, COLUMNS = 1200;
@@ -22,7 +22,7 @@ export function Timeline({ path = "/api/v1/timeline", trace = "/api/v1/timeline/
   const { data, error } = useData(`${path}?${view ? `start=${view.start}&end=${view.end}` : `seconds=${length}`}&columns=${COLUMNS}`, view ? 0 : LIVE);
   if (data) seen.current = data;
   const shown = data ?? seen.current;
-  if (!shown) return error ? html`<${Problem} error=${error} />` : html`<p class="muted">Loading …</p>`;
+  if (!shown) return html`<${Loading} error=${error} />`;
   const now = view ?? { start: Math.max(shown.start, Math.min(shown.oldest - 1, shown.end - 10)), end: shown.end }, by = account?.role === "admin" && !job ? "tenant" : "job";
   const lanes = lanesOf(shown.spans, { by, names });
   const go = (to) => setView(to);
@@ -83,6 +83,14 @@ function Lanes({ lanes, view, onView, onAll, onAt }) {
     onPointerDown=${(event) => { drag.current = { from: share(event), to: share(event) }; event.target.setPointerCapture(event.pointerId); }} onPointerUp=${release} onPointerCancel=${() => { drag.current = null; }} onDblClick=${onAll}></canvas></div></div>`;
 }
 
+/** As much of a text as `room` pixels hold; the table has all of it. */
+function fitting(paint, text, room) {
+  if (paint.measureText(text).width <= room) return text;
+  let length = text.length;
+  while (length > 0 && paint.measureText(`${text.slice(0, length)}…`).width > room) length -= 1;
+  return `${text.slice(0, length)}…`;
+}
+
 /** Paints the lanes; returns where each span is: [{x, y, width, height, span}]. */
 function draw(canvas, lanes, view, width, height, band = null) {
   const scale = scaleOf(width, height, devicePixelRatio || 1), left = gutter(width), found = [];
@@ -112,7 +120,7 @@ function draw(canvas, lanes, view, width, height, band = null) {
     paint.fillStyle = color("--text");
     paint.font = "600 12px system-ui, sans-serif";
     const whole = `worker ${lane.name}`, room = left - 12; // the marks begin at `left`
-    paint.fillText(lane.worker && paint.measureText(whole).width <= room ? whole : lane.name, 2, y + HEAD / 2, room);
+    paint.fillText(lane.worker && paint.measureText(whole).width <= room ? whole : fitting(paint, lane.name, room), 2, y + HEAD / 2);
     paint.font = "10px system-ui, sans-serif";
     for (const span of lane.idle) box(span, y + HEAD - 5, 2, color(KINDS.idle));
     let top = y + HEAD;
@@ -154,7 +162,7 @@ function Shares({ lanes, view }) {
     return total > 0 ? html`${duration(total)} <span class="muted small">${percent(total / length)}</span>` : "–";
   };
   return html`<${Scroll} label="Time by lane"><table><thead><tr><th>Lane</th>${kinds.map((kind) => html`<th key=${kind} class="number">${kind === "busy" ? "busy for others" : kind}</th>`)}<th>Moments</th></tr></thead>
-    <tbody>${lanes.map((lane) => html`<tr key=${`${lane.worker}${lane.key}`}><td>${lane.worker ? "worker " : ""}<b>${lane.name}</b></td>${kinds.map((kind) => html`<td key=${kind} class="number">${cell(kind === "idle" ? lane.idle : lane.strips[kind])}</td>`)}
+    <tbody>${lanes.map((lane) => html`<tr key=${`${lane.worker}${lane.key}`}><td class="wrap">${lane.worker ? "worker " : ""}<b>${lane.name}</b></td>${kinds.map((kind) => html`<td key=${kind} class="number">${cell(kind === "idle" ? lane.idle : lane.strips[kind])}</td>`)}
       <td class="small wrap">${Object.keys(MARKS).map((kind) => [kind, lane.marks.filter((mark) => mark.kind === kind).reduce((sum, mark) => sum + mark.count, 0)]).filter(([, number]) => number).map(([kind, number]) => `${number} ${MARKS[kind][number === 1 ? 2 : 3]}`).join(", ") || "–"}</td></tr>`)}</tbody></table><//>`;
 }
 

@@ -1,0 +1,44 @@
+"""A browser and a service for the tests of the page, once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.support.pages import CHROMIUM, WAIT, Town, opened
+
+
+@pytest.fixture(scope="session")
+def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+    with opened(tmp_path_factory.mktemp("town")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="make test-page installs it")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium: Any, town: Town) -> Iterator[Any]:
+    """A page that fails the test where a script fails, the policy blocks something, or a request leaves the service."""
+    context = chromium.new_context(viewport={"width": 1360, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(WAIT)
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda line: problems.append(line.text) if "Content Security Policy" in line.text else None)
+    page.on(
+        "request", lambda one: None if one.url.startswith((town.service.url, "data:")) else problems.append(one.url)
+    )
+    yield page
+    title = page.title()
+    context.close()
+    assert problems == [] and title.endswith("Rookery") and "taken" not in title

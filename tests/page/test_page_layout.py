@@ -1,0 +1,256 @@
+"""The page for every reader, on each view: nothing is cut or covered, contrast is enough, the keyboard reaches every
+control, and a view that waits says so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.support.pages import CHROMIUM, WAIT, Town, sign_in, views
+
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason="apt-get install chromium"),
+]
+
+SETTLED = "() => !document.querySelector('main').textContent.includes('Loading …')"
+
+TOOLS = """
+const shown = (one) => one.checkVisibility({ visibilityProperty: true, opacityProperty: true }) && !one.closest(".skip");
+const texts = function* (root) {
+  const walk = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+  for (let node = walk.nextNode(); node; node = walk.nextNode()) {
+    if (node.data.trim() && shown(node.parentElement)) yield node;
+  }
+};
+const rects = (node) => { const range = document.createRange(); range.selectNodeContents(node); return [...range.getClientRects()]; };
+const scrolls = (one) => ["auto", "scroll"].includes(getComputedStyle(one).overflowX) && one.scrollWidth > one.clientWidth;
+const scroller = (one) => { for (; one && one !== document.documentElement; one = one.parentElement) if (scrolls(one)) return one; return null; };
+const CONTROLS = "a[href], button:not(:disabled), input:not(:disabled), select:not(:disabled), textarea:not(:disabled), summary, [tabindex='0']";
+const controls = () => [...document.querySelectorAll(CONTROLS)].filter(shown);
+const about = (one) => one.outerHTML.slice(0, 160);
+"""  # noqa: E501
+
+CUT = f"""() => {{ {TOOLS}
+  const found = [], width = document.documentElement.clientWidth;
+  for (const node of texts(document.body)) {{
+    const one = node.parentElement, box = one.closest(".panel, .notice, .message, .badge, button, .button, td, th, dd");
+    if (scroller(one)) continue;
+    for (const rect of rects(node)) {{
+      const edge = box?.getBoundingClientRect();
+      if (rect.right > width + 1 || rect.left < -1) found.push(["outside of the window", about(one)]);
+      else if (edge && (rect.right > edge.right + 1 || rect.left < edge.left - 1)) found.push(["outside of its box", about(box)]);
+    }}
+  }}
+  for (const one of document.querySelectorAll("main *")) {{
+    const style = getComputedStyle(one);
+    if (style.overflowX === "hidden" && one.scrollWidth > one.clientWidth + 1 && shown(one) && one.innerText) found.push(["cut", about(one)]);
+  }}
+  if (document.documentElement.scrollWidth > width) found.push(["the window scrolls sideways", ""]);
+  return found;
+}}"""  # noqa: E501
+
+COVERED = f"""() => {{ {TOOLS}
+  const found = [], every = controls().filter((one) => !one.matches("[tabindex='0']"));
+  const spots = every.map((one) => [...one.getClientRects()]);
+  every.forEach((one, at) => every.slice(at + 1).forEach((other, further) => {{
+    if (one.contains(other) || other.contains(one)) return;
+    for (const a of spots[at]) for (const b of spots[at + 1 + further]) {{
+      const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left), tall = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      if (wide > 2 && tall > 4) found.push([about(one), about(other)]);
+    }}
+  }}));
+  return found;
+}}"""  # noqa: E501
+
+CONTRAST = f"""() => {{ {TOOLS}
+  const paint = document.createElement("canvas").getContext("2d", {{ willReadFrequently: true }});
+  const rgba = (color) => {{
+    paint.clearRect(0, 0, 1, 1);
+    paint.fillStyle = color;
+    paint.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = paint.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
+  }};
+  const over = ([r, g, b, a], under) => [r, g, b].map((one, at) => a * one + (1 - a) * under[at]);
+  const ground = (one) => (one ? over(rgba(getComputedStyle(one).backgroundColor), ground(one.parentElement)) : [255, 255, 255]);
+  const light = (color) => color.reduce((sum, one, at) => {{
+    const part = one / 255, linear = part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+    return sum + [0.2126, 0.7152, 0.0722][at] * linear;
+  }}, 0);
+  const ratio = (color, under) => {{ const [a, b] = [light(over(rgba(color), under)), light(under)].sort((x, y) => y - x); return (a + 0.05) / (b + 0.05); }};
+  const found = new Map();
+  const check = (what, color, under, least) => {{ const is = ratio(color, under); if (is < least - 0.005) found.set(what, is.toFixed(2)); }};
+  for (const node of texts(document.body)) {{
+    const one = node.parentElement, style = getComputedStyle(one), size = parseFloat(style.fontSize);
+    if (one.closest(":disabled, option, svg")) continue;
+    check(about(one), style.color, ground(one), size >= 24 || (size >= 18.66 && style.fontWeight >= 700) ? 3 : 4.5);
+  }}
+  for (const one of document.querySelectorAll("[placeholder]")) if (shown(one)) check(`placeholder of ${{about(one)}}`, getComputedStyle(one, "::placeholder").color, ground(one), 4.5);
+  const box = document.querySelector(".tokens");
+  const shades = ["masked", ...[0, 1, 2, 3, 4, 5].flatMap((at) => [`lp${{at}}`, `v${{at}}`]), ...[1, 2, 3, 4, 5].flatMap((at) => [`gapp${{at}}`, `gapn${{at}}`])];
+  for (const name of box ? shades : []) {{
+    const token = box.appendChild(document.createElement("span"));
+    token.className = `token ${{name}}`;
+    check(token.className, getComputedStyle(token).color, ground(token), 4.5);
+    token.remove();
+  }}
+  const root = getComputedStyle(document.documentElement), panel = rgba(root.getPropertyValue("--panel"));
+  for (const name of ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5"]) check(`line ${{name}}`, root.getPropertyValue(name), panel, 3);
+  for (const name of ["--muted", "--text"]) check(`text of a picture ${{name}}`, root.getPropertyValue(name), panel, 4.5);
+  return [...found];
+}}"""  # noqa: E501
+
+NUMBERED = f"""() => {{ {TOOLS}
+  window.numbered = controls();
+  document.activeElement.blur();
+  return window.numbered.map((one) => {{
+    const label = [...(one.labels ?? [])].map((label) => label.textContent).join(" ");
+    return [about(one), (one.getAttribute("aria-label") || label || one.innerText || one.title || one.querySelector("img")?.alt || "").trim()];
+  }});
+}}"""  # noqa: E501
+
+
+@pytest.fixture(params=[360, 1360])
+def wide(request: pytest.FixtureRequest, chromium: Any, town: Town) -> Iterator[Any]:
+    yield from signed_in(chromium, town, viewport={"width": request.param, "height": 800})
+
+
+@pytest.fixture(params=["light", "dark"])
+def colored(request: pytest.FixtureRequest, chromium: Any, town: Town) -> Iterator[Any]:
+    yield from signed_in(chromium, town, color_scheme=request.param)
+
+
+def signed_in(chromium: Any, town: Town, **more: Any) -> Iterator[Any]:
+    context = chromium.new_context(**more)
+    page = context.new_page()
+    page.set_default_timeout(WAIT)
+    town.keys["admin"] = town.service.key
+    sign_in(page, town, "admin")
+    yield page
+    context.close()
+
+
+def each_view(page: Any, town: Town) -> Iterator[str]:
+    """Opens one view after the other."""
+    for view in views(town):
+        page.goto(f"{town.service.url}/#/{view}")
+        page.wait_for_function(SETTLED)
+        page.wait_for_timeout(200)
+        yield view
+
+
+def test_nothing_is_cut_or_covered_on_a_phone_and_on_a_screen(wide: Any, town: Town) -> None:
+    found = {
+        view: problems for view in each_view(wide, town) if (problems := wide.evaluate(CUT) + wide.evaluate(COVERED))
+    }
+    assert found == {}
+
+
+def test_every_text_has_enough_contrast_in_light_and_dark(colored: Any, town: Town) -> None:
+    found = {view: problems for view in each_view(colored, town) if (problems := colored.evaluate(CONTRAST))}
+    colored.click("text=Sign out")
+    colored.wait_for_selector("#key")
+    assert found == {} and colored.evaluate(CONTRAST) == []
+
+
+def test_tab_reaches_every_control_and_each_has_a_name(page: Any, town: Town) -> None:
+    town.keys["admin"] = town.service.key
+    sign_in(page, town, "admin")
+    missed: dict[str, Any] = {}
+    for view in each_view(page, town):
+        named = page.evaluate(NUMBERED)
+        reached = set()
+        for _ in range(2 * len(named) + 5):
+            page.keyboard.press("Tab")
+            reached.add(page.evaluate("window.numbered.indexOf(document.activeElement)"))
+            if reached >= set(range(len(named))):
+                break
+        nameless = [one for one, name in named if not name]
+        if wrong := [*nameless, *(one for at, (one, _) in enumerate(named) if at not in reached)]:
+            missed[view] = wrong
+    assert missed == {}
+
+
+@pytest.mark.parametrize("answered", ["", "/api/v1/jobs/[^/]*$"], ids=["nothing", "the run alone"])
+def test_a_view_without_its_data_says_that_it_loads(page: Any, town: Town, answered: str) -> None:
+    town.keys["admin"] = town.service.key
+    sign_in(page, town, "admin")
+    passes = re.compile(f"account$|{answered}" if answered else "account$")
+
+    def hold(route: Any) -> None:
+        if passes.search(route.request.url.partition("?")[0]):
+            route.continue_()
+
+    page.route(re.compile("/api/v1/|/openapi.json"), hold)
+    silent = []
+    for view in views(town):
+        page.goto(f"{town.service.url}/#/{view}")
+        page.reload()
+        try:
+            page.wait_for_selector("main >> text=Loading …", timeout=5000)
+        except Exception:
+            silent.append(view)
+    page.unroute_all(behavior="ignoreErrors")
+    assert silent == []
+
+
+def test_steps_are_chosen_and_read_by_the_keyboard(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/run/{town.done.id}")
+    page.wait_for_selector(".chart canvas")
+    page.fill("label:has-text('to') input[type=number] >> nth=-1", "3")
+    page.keyboard.press("Tab")
+    page.wait_for_function("() => document.querySelector('.chart .legend b').textContent === '3'")
+    page.click("button >> text=Show all steps")
+    page.wait_for_function("() => document.querySelector('.chart .legend b').textContent === '6'")
+
+
+def test_failed_episodes_are_one_link_from_the_run(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/run/{town.driven.id}")
+    page.click(".facts a >> text=1 failed")
+    page.wait_for_selector("h2 >> text=Why episodes failed")
+
+
+def test_tokens_of_a_chat_are_read_by_the_keyboard(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/chat")
+    page.fill("textarea[aria-label='Message']", "2+2?")
+    page.wait_for_selector("button.main:not(:disabled) >> text=Send")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".side .token")
+    page.focus(".side .tokens")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector(".side .about >> text=log-probability -0.5000 nats")
+    assert page.locator(".side .token.at").count() == 1
+
+
+def test_a_template_s_mark_reads_from_left_to_right_in_a_line_of_arabic(page: Any, town: Town) -> None:
+    """A worker's name at the beginning of such a line does not turn it around either."""
+    sign_in(page, town, "ada")
+    group = town.done.groups()[0].group
+
+    def arabic(route: Any) -> None:
+        found = (answer := route.fetch()).json()
+        for one in found["trajectories"]:
+            one["texts"] = ["\u0633\u0624\u0627\u0644", *["\u0644"] * (len(one["texts"]) - 2), "<|im_end|>"]
+        route.fulfill(response=answer, json=found)
+
+    page.route(f"**/episodes/{group}-0", arabic)
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/episode/{group}-0")
+    page.wait_for_selector(".token.marker >> nth=-1")
+    box = page.locator(".tokens").bounding_box()
+    mark, arab = page.locator(".token.marker").last.bounding_box(), page.locator(".token.lp1, .token.lp0").first
+    assert mark["x"] < arab.bounding_box()["x"] and arab.bounding_box()["x"] > box["x"] + box["width"] / 2
+    sides = page.locator(".token.marker").last.evaluate(
+        """one => [0, 9].map((at) => {
+            const range = document.createRange();
+            range.setStart(one.firstChild, at);
+            range.setEnd(one.firstChild, at + 1);
+            return range.getBoundingClientRect().left;
+        })"""
+    )
+    assert sides[0] < sides[1]
