@@ -129,6 +129,7 @@ export function useMetrics(job) {
       const mine = attempt;
       try {
         const found = await laterRows(job, rows.current, stop.signal);
+        if (found.length === 0 && rows.current.length > 0) await get(jobPath(job), { signal: stop.signal }); // what a deleted run had stays on the page
         if (mine !== attempt) return;
         rows.current = found;
       } catch (error) {
