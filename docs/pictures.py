@@ -32,6 +32,7 @@ def take(page: Any, name: str, height: int = TALLEST) -> None:
     page.wait_for_function("() => !document.querySelector('main').textContent.includes('Loading …')")
     page.wait_for_timeout(1500)
     page.mouse.move(2, 2)
+    page.evaluate("document.activeElement.blur()")
     shown = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
     shown = shown.crop((0, 0, shown.width, min(shown.height, height)))
     shown.quantize(COLORS, dither=Image.Dither.NONE).save(FOLDER / f"{name}.png", optimize=True)

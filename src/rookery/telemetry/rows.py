@@ -112,7 +112,7 @@ class Rows:
         if not row[note]:
             return []
         text = Text.assemble((f"{self.columns[note].name}: ", "dim"), row[note])
-        return text.wrap(console, max(width - len(INDENT), 1), overflow="fold")
+        return list(text.wrap(console, max(width - len(INDENT), 1), overflow="fold"))
 
     def _folded(
         self, console: Console, cells: Sequence[Text], indices: Sequence[int], widths: Sequence[int]
