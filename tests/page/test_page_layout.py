@@ -175,7 +175,7 @@ def test_tab_reaches_every_control_and_each_has_a_name(page: Any, town: Town) ->
 
 
 @pytest.mark.parametrize("answered", ["", "/api/v1/jobs/[^/]*$"], ids=["nothing", "the run alone"])
-def test_a_view_without_its_data_says_that_it_loads(page: Any, town: Town, answered: str) -> None:
+def test_a_view_without_its_data_shows_that_it_loads(page: Any, town: Town, answered: str) -> None:
     town.keys["admin"] = town.service.key
     sign_in(page, town, "admin")
     passes = re.compile(f"account$|{answered}" if answered else "account$")

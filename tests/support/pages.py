@@ -1,4 +1,4 @@
-"""What the tests of the page share: a service with runs of every kind, and its views."""
+"""Support for the tests of the page: a service with runs of every kind, and its views."""
 
 from __future__ import annotations
 

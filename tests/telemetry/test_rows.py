@@ -57,7 +57,7 @@ def test_wide_values_are_shown_under_their_row() -> None:
 
 
 @given(notes=st.lists(st.integers(0, 300), min_size=1, max_size=12), width=st.integers(40, 160))
-def test_a_note_folds_beside_its_row_only_where_that_takes_no_more_lines(notes: list[int], width: int) -> None:
+def test_a_note_folds_next_to_its_row_only_where_that_takes_no_more_lines(notes: list[int], width: int) -> None:
     table = Rows(columns(("job", "state"), notes=("reason",)))
     for number, length in enumerate(notes):
         table.add(f"job-{number:02d}", "running", "word " * (length // 5))
