@@ -233,7 +233,7 @@ FAILURES = {
     "other model, caught": "its agent ended without a reply of a policy: 1 call was refused (model gpt-4o)",
     "no outcome": "run returned float, not a rookery.Outcome",
     "no number": "Faulty.run gave the reward nan (float), expected a finite number (",
-    "not sampled plainly": "none of its agent's 1 calls can be trained on: they change how tokens are sampled",
+    "not sampled plainly": "none of its agent's 1 call can be trained on: they change how tokens are sampled",
     "too many calls": "the episode has had its 3 replies (environment.max_turns)",
 }
 

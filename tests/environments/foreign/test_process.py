@@ -129,7 +129,7 @@ async def test_a_wait_for_a_process_ends_with_a_line(tmp_path: Path) -> None:
     echoes = Echoes(tmp_path, most=1, wait_seconds=0.05)
     environment = echoes.make()
     process = await environment.join()
-    with pytest.raises(UserError, match=r"environment\.id: 1 processes of echo and others have episodes") as found:
+    with pytest.raises(UserError, match=r"environment\.id: 1 process of echo and others have episodes") as found:
         echoes.make(number=1)
     assert "\n" not in str(found.value)
     environment.leave(process)
