@@ -35,7 +35,6 @@ ARROWS: dict[str, set[str]] = {
     "children": set(),
     "lines": set(),
     "folders": {"errors"},
-    "paths": {"errors"},
     "machine": set(),
     "network": {"errors"},
     "pace": set(),
@@ -46,8 +45,8 @@ ARROWS: dict[str, set[str]] = {
     "algorithms": set(),
     "scheduling": {"errors", "spec"},
     "telemetry": {"errors", "settings"},
-    "tokenization": {"errors", "paths"},
-    "storage": {"errors", "folders", "turns", "network", "pace", "paths", "protocol", "spec"},
+    "tokenization": {"errors", "folders"},
+    "storage": {"errors", "folders", "turns", "network", "pace", "protocol", "spec"},
     "environments": {
         "errors", "aio", "children", "bounds", "folders", "network", "settings", "protocol", "spec", "telemetry.log",
     },
@@ -61,7 +60,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "start": {"cli"},
     "client": {
-        "errors", "aio", "folders", "lines", "network", "pace", "paths", "settings", "spec", "environments",
+        "errors", "aio", "folders", "lines", "network", "pace", "settings", "spec", "environments",
         "storage.data_dir", "telemetry.numbers",
     },
     "cluster": {"errors", "aio", "children", "machine", "network", "settings", "tokenization"},

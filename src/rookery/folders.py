@@ -1,4 +1,5 @@
-"""The folders that a command works in: their names without a home, and the check that they can be used."""
+"""The files and folders that a user names: their names with and without a home, and the check that a folder can be
+used."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from rookery.errors import NO_ROOM, RUN_OUT, StorageFull, UserError, unusable
+from rookery.errors import NO_ROOM, RUN_OUT, StorageFull, UserError, short, unusable
 
 CACHE_FOLDERS = ("models", "prepared", "adapters", "kernels")
 """Parts of the cache. Where another user has made one, it has to be writable like the cache itself."""
@@ -57,6 +58,17 @@ def _temporary(at: str | None = None) -> Iterator[None]:
             f"TMPDIR: no temporary file can be made, as in {tried}; set TMPDIR to a folder that is writable for this"
             " user and has room (in a container: mount a volume at /tmp)"
         ) from None
+
+
+def named_path(given: str | Path) -> Path:
+    """The file or folder that a user names, with its ``~`` replaced. Raises :class:`UserError` for a text that is no
+    path."""
+    try:
+        if "\0" in str(given):
+            raise RuntimeError("it has a NUL in it")
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{short(repr(str(given)))} is no path here ({error}); give another") from None
 
 
 def expanded(folder: Path) -> Path:

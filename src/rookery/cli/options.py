@@ -19,7 +19,7 @@ from rookery.aio import end_signals
 from rookery.cli.output import print_json, show
 from rookery.client import Client
 from rookery.errors import EXIT_REFUSED, RookeryError, UserError, short
-from rookery.paths import named_path
+from rookery.folders import named_path
 from rookery.settings import CLIENT_SETTINGS, Settings
 
 COMPLETED = 0

@@ -21,8 +21,7 @@ from rookery.client.job import ENDED, Job, sample, stream, times, write_trace
 from rookery.environments.base import Environment
 from rookery.environments.host import Host
 from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError, count_of, short
-from rookery.folders import temporary_file
-from rookery.paths import named_path
+from rookery.folders import named_path, temporary_file
 from rookery.settings import CLIENT_SETTINGS, Settings
 from rookery.spec import values
 from rookery.spec.job import FILE_ENVIRONMENTS, check_hosted_name

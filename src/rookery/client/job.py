@@ -17,8 +17,7 @@ from rookery.client.connection import WORK_SECONDS, HttpConnection, Record, segm
 from rookery.client.hub import model_card, push_folder
 from rookery.client.tensorboard import FILE_VERSION, event
 from rookery.errors import RookeryError, StorageFull, TooManyRequests, Unavailable, UserError, short
-from rookery.folders import temporary_file, temporary_folder
-from rookery.paths import named_path
+from rookery.folders import named_path, temporary_file, temporary_folder
 from rookery.telemetry.numbers import numbers
 
 log = logging.getLogger("rookery.client")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rookery.paths import named_path
+from rookery.folders import named_path
 from rookery.storage.artifacts import Artifacts, Place
 from rookery.storage.place import STORE_RULES, Owner, StoreRules
 

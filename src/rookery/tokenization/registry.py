@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rookery.errors import UserError, nearest, short
-from rookery.paths import named_path
+from rookery.folders import named_path
 
 NATIVE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """``model_type`` values of ``config.json`` for which the native decoder is tested against transformers. Other causal
