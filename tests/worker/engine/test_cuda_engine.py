@@ -20,8 +20,7 @@ from torch import Tensor
 
 from rookery import protocol
 from rookery.worker.engine.kv_cache import KVCache, KVSlot
-from rookery.worker.engine.native.cuda import graph_runner
-from rookery.worker.engine.native.cuda.graph_runner import LEAST_KEYS, CudaGraphRunner, bucket
+from rookery.worker.engine.native.cuda.graph_runner import LEAST_KEYS, MAX_GRAPHS, CudaGraphRunner, bucket
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.sequences import SequenceChunk
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
@@ -42,11 +41,13 @@ def pooled(decoder: Decoder, product: GroupedMatmul = grouped_matmul, **options:
     return _engine(decoder, product, **options)
 
 
-def _engine(decoder: Decoder, product: GroupedMatmul | None, *, kv: int = 1 << 26, **options: int) -> NativeEngine:
+def _engine(
+    decoder: Decoder, product: GroupedMatmul | None, *, kv: int = 1 << 26, most_graphs: int = MAX_GRAPHS, **options: int
+) -> NativeEngine:
     loras = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for seed, (key, rank) in enumerate(RANKS.items()):
         loras.add(key, trained_adapter(decoder, rank, seed))
-    runner = CudaGraphRunner(decoder, loras, kv, product) if product is not None else None
+    runner = CudaGraphRunner(decoder, loras, kv, product, most_graphs) if product is not None else None
     return native_engine(
         decoder, loras, lambda tokens: "", **{"max_rows": 32, "prefill_tokens": 64, "kv_budget_bytes": kv, **options},
         runner=runner,
@@ -236,10 +237,9 @@ def test_few_buckets_serve_many_steps() -> None:
     assert len({bucket(1, keys, 0, 0) for keys in range(1, 1 << 16)}) == 4
 
 
-def test_the_number_of_graphs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_runner, "MAX_GRAPHS", 2)
+def test_the_number_of_graphs_is_bounded() -> None:
     decoder = small("llama", torch.float32)
-    engine = pooled(decoder)
+    engine = pooled(decoder, most_graphs=2)
     assert isinstance(engine.runner, CudaGraphRunner)
     orders = [order(f"r{i}", "", [5, 6, 7 + i], 0, max_tokens=3 + 2 * i) for i in range(4)]
     texts = run(engine, orders)  # steps of 4, 3, 2 and 1 rows

@@ -86,11 +86,16 @@ _WARM_UPS = 2
 
 class CudaGraphRunner:
     def __init__(
-        self, decoder: Decoder, loras: LoraManager, kv_budget_bytes: int, product: GroupedMatmul | None = None
+        self,
+        decoder: Decoder,
+        loras: LoraManager,
+        kv_budget_bytes: int,
+        product: GroupedMatmul | None = None,
+        most_graphs: int = MAX_GRAPHS,
     ) -> None:
         """``product`` defaults to the fastest one of the device (``lora.best_grouped_matmul``)."""
         self.store = KVCache(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes, token_major=True)
-        self.graphs: LRUCache[Bucket, DecodeGraph] = LRUCache(MAX_GRAPHS)
+        self.graphs: LRUCache[Bucket, DecodeGraph] = LRUCache(most_graphs)
         self._decoder = decoder
         self._loras = loras
         self._product = product or best_grouped_matmul(decoder.device, decoder.dtype)
