@@ -391,6 +391,12 @@ def test_shared_modules_import_no_implementation(room: str) -> None:
     assert wrong == set()
 
 
+@pytest.mark.parametrize("name", ["games_process", "verifiers_process"])
+def test_programs_of_other_environments_stand_alone(name: str) -> None:
+    """Their interpreter is the library's, which has no Rookery."""
+    assert list(imported(SOURCE / "environments" / "foreign" / f"{name}.py")) == []
+
+
 def module_of(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
 

@@ -14,6 +14,7 @@ from rookery import protocol
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.jobs.runner import START_SECONDS
 from rookery.environments.jsonl import read_jsonl
+from rookery.errors import count_of
 from rookery.spec.parsing import SpecError
 from rookery.storage.repositories import tenants
 from rookery.storage.repositories.jobs import get_job
@@ -225,7 +226,7 @@ async def test_jobs_beyond_the_tenants_limit_wait_with_their_place(service: Serv
         return [(view.state, view.waits_for if view.state == "queued" else "") for view in views]
 
     def position(number: int, limit: int = 2) -> tuple[str, str]:
-        return "queued", f"one of the tenant's {limit} running jobs to end (place {number})"
+        return "queued", f"one of the tenant's {count_of(limit, 'running job')} to end (place {number})"
 
     runs, ended = ("running", ""), ("cancelled", "")
     for job in jobs[:2]:

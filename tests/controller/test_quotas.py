@@ -310,9 +310,9 @@ async def test_further_base_model_waits_for_one_in_use_or_is_refused(service: Se
     again, _ = await service.controller.submit("alice", job_of())
     await service.ends(again.id, "running")  # it passes the one that waits for something else
     shown = await service.controller.queries.show("alice", second.id)
-    assert shown.waits_for == "one of the tenant's 1 base models in use to be free (place 1)"
+    assert shown.waits_for == "one of the tenant's 1 base model in use to be free (place 1)"
     alice = await Client(service).begin()
-    with pytest.raises(TooManyRequests, match="some/model: you use 1 base models"):
+    with pytest.raises(TooManyRequests, match="some/model: you use 1 base model"):
         await service.controller.sessions.create_run(
             "alice", alice.session, 7, operations.CreateModel(seed=1), base_model="some/model", about={},
             lora={"rank": 4, "train_attn": True, "train_mlp": False},
@@ -356,7 +356,7 @@ async def test_operation_beyond_a_lasting_limit_takes_its_turn(service: Service)
     sent: list[tuple[operations.AnyOperation, str, dict[str, float]]] = [
         (save, r"you store \d+ adapters", {"adapters": 1}),
         (samples, r"you store \d+ bytes", {"bytes": 1}),
-        (forward([5, 6, 7]), "tokens of today are used up", {"tokens_per_day": 1}),
+        (forward([5, 6, 7]), "token of today is used up", {"tokens_per_day": 1}),
     ]
     for number, (operation, _, limits) in enumerate(sent, 1):
         service.controller.context.rooms.quotas.add_tokens("alice", 5)

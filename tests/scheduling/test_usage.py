@@ -35,6 +35,7 @@ from rookery.storage.columns import rows
 from rookery.storage.models import PolicyRow, UsageRow, VersionRow
 from rookery.storage.repositories import tenants
 from rookery.storage.repositories.tenants import TENANT_TOTAL
+from rookery.storage.repositories.versions import NextVersion
 
 # --- sharing an interval ----------------------------------------------------------------------------------------------
 
@@ -307,10 +308,10 @@ async def lease(policy: str) -> int:
     return 1
 
 
-async def first_version(*, policy: str, manifest: protocol.Manifest, time: float, **_: Any) -> VersionRow:
+async def first_version(version: NextVersion) -> VersionRow:
     return VersionRow(
-        tenant="bob", policy=policy, version=0, parent=None, manifest=manifest, hash=manifest.hash, size=1, step=0,
-        created=time,
+        tenant="bob", policy=version.policy, version=0, parent=None, manifest=version.manifest,
+        hash=version.manifest.hash, size=1, step=0, created=version.time,
     )  # fmt: skip
 
 

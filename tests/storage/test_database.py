@@ -388,7 +388,7 @@ def test_closed_groups_and_episodes_do_not_change(database: Database) -> None:
     assert not database.write(jobs.fail_episode, "job-g0-0", 3.0, "late")
     assert not database.write(jobs.save_turns, "job-g0-0", [b"late"])
     assert not database.write(jobs.save_turns, "nothing", [b""])
-    with pytest.raises(Conflict, match="1 open episodes"):
+    with pytest.raises(Conflict, match="1 open episode"):
         database.write(jobs.finish_group, "job-g0", "ready", 3.0)
     assert [group.id for group in database.read(jobs.open_groups, "job")] == [f"job-g{n}" for n in range(4)]
     make_ready(database, new_group(1))
@@ -1693,11 +1693,11 @@ def _round_trip(url: str, values: dict[str, Any], words: str, blob: bytes) -> No
     database.write(jobs.add_groups, "job", [new_group(0)])
     episode = "job-g0-0"
     database.write(jobs.save_turns, episode, [blob])
-    database.write(jobs.finish_episode, episode, 1.0, trajectories=blob, reward=0.1, metrics={"x": math.nan})
-    database.write(jobs.fail_episode, "job-g0-1", 1.0, words + "!")
+    database.write(jobs.finish_episode, episode, 1.0, trajectories=blob + b"t", reward=0.1, metrics={"x": math.nan})
+    database.write(jobs.fail_episode, "job-g0-1", 0.5, words + "!")
     ((_, stored),) = database.read(jobs.recent_episodes, "alice", "job", 1)
     assert isinstance(stored, EpisodeRow)
-    assert (stored.turns, stored.trajectories, stored.reward) == (blob, blob, 0.1)
+    assert (stored.turns, stored.trajectories, stored.reward) == (blob, blob + b"t", 0.1)
     assert math.isnan(stored.metrics["x"])
     with pytest.raises(NotFound):
         database.read(jobs.get_job, "alice", words + "\x00")

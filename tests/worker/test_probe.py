@@ -146,7 +146,7 @@ def test_a_model_without_a_context_length_is_refused_when_it_is_prepared(tmp_pat
 def test_a_model_that_computes_is_loaded_and_named_in_its_adapters(tmp_path: Path) -> None:
     cache, published = tmp_path / "cache", save_small_model(tmp_path / "model", 0, tiny_config("mixtral"))
     core = load_core(prepare(str(published), cache), Settings.load({}, cache=cache, device="cpu"), lambda: None)
-    assert (core.engine_name, core.engine.active, core.queue.pending) == ("transformers", 0, 0)
+    assert (core.implementation.engine, core.engine.active, core.queue.pending) == ("transformers", 0, 0)
     assert not list(core.engine.adapters())
     core.engine.close()
 

@@ -76,11 +76,12 @@ def test_equal_work_gets_equal_shares_at_all_times(rows: int) -> None:
 
 
 def test_tenants_that_never_wait_get_equal_shares() -> None:
-    """With groups always in flight the queue is never empty; once all have begun nobody gets ahead."""
+    """With groups always in flight the queue is never empty. The groups of a job's first three steps begin with the
+    job, in an order that chance decides; after these steps nobody gets ahead."""
     jobs = [(f"tenant-{number}", job(f"job-{number}", max_staleness=2)) for number in range(4)]
     played = play(jobs, seconds=40, environments=ENVIRONMENTS, rows=8)
     assert min(map(len, played.commits.values())) >= 12
-    assert played.widest_gap(2 * WARM_UP) <= 1
+    assert played.widest_gap(max(times[2] for times in played.commits.values())) <= 1
 
 
 def test_ten_jobs_of_one_tenant_get_one_share() -> None:

@@ -847,12 +847,12 @@ async def test_a_commit_that_fails_leaves_no_artifact_behind(
     """The artifact is not written whole, its version is not committed, or it is and nobody hears of it."""
     publish, failures = Staging.commit, [trouble]
 
-    def committing(real: Any, **values: Any) -> Any:
-        if where != "before" and values["step"] == step and failures:
+    def committing(real: Any, version: version_rows.NextVersion, of: version_rows.JobCommit) -> Any:
+        if where != "before" and version.step == step and failures:
             if where == "after":
-                real(**values)
+                real(version, of)
             raise failures.pop()
-        return real(**values)
+        return real(version, of)
 
     def publishing(staging: Staging) -> protocol.Manifest:
         if where == "before" and len(service.artifacts.hashes()) == step and failures:
@@ -1166,11 +1166,11 @@ async def test_a_commit_that_fails_counts_nothing(service: Service) -> None:
     await service.join(script=lambda call: None if isinstance(call, protocol.Reset) else {"done": True, "reward": 1.0})
     failed = list[int]()
 
-    def fail_once(real: Any, *arguments: Any, **named: Any) -> Any:
-        if named["metrics"] and not failed:
-            failed.append(named["step"])
+    def fail_once(real: Any, version: version_rows.NextVersion, of: version_rows.JobCommit) -> Any:
+        if of.metrics and not failed:
+            failed.append(version.step)
             raise Unavailable("the database is away")
-        return real(*arguments, **named)
+        return real(version, of)
 
     service.database.intercept("commit_step", fail_once)
     job = await run(service)

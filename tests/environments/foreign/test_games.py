@@ -198,7 +198,7 @@ class TestTinyLibraries:
     def test_an_observation_has_a_bound(self) -> None:
         async def play() -> None:
             episode, _ = await start(made("gymnasium", "Long"), 1)
-            with pytest.raises(LibraryFailed, match="an observation has 1000000 characters, allowed: at most 131072"):
+            with pytest.raises(LibraryFailed, match="characters of an observation: 1000000, allowed: at most 131072"):
                 await move(episode, "1")
 
         played(play)

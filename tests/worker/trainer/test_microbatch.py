@@ -281,7 +281,7 @@ async def test_training_starts_while_rollouts_run(service: Service) -> None:
     assert row["loss"] == pytest.approx(trained() / 8), "the sum of the portions' losses, scaled as the step was"
 
 
-@pytest.mark.parametrize("micro_batch", [1, 3, 5, 100])
+@pytest.mark.parametrize("micro_batch", [1, 3, 5, 8])
 async def test_history_equals_that_of_whole_steps(tmp_path: Path, micro_batch: int) -> None:
     contents = set()
     for size in (0, micro_batch):

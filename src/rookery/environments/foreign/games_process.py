@@ -20,8 +20,6 @@ import sys
 import tempfile
 from typing import Any
 
-from rookery.errors import count_of
-
 START_SECONDS, MOVE_SECONDS = 300, 30
 """Longest start of a library, and longest move. The alarm then ends the process."""
 
@@ -196,7 +194,7 @@ class PlayedGame:
     @staticmethod
     def bounded(text: str) -> str:
         if len(text) > TEXT:
-            raise GameRefused(f"an observation has {count_of(len(text), 'character')}, allowed: at most {TEXT}")
+            raise GameRefused(f"characters of an observation: {len(text)}, allowed: at most {TEXT}")
         return text
 
 
