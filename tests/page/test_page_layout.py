@@ -225,6 +225,7 @@ def test_tokens_of_a_chat_are_read_by_the_keyboard(page: Any, town: Town) -> Non
     page.focus(".side .tokens")
     page.keyboard.press("ArrowRight")
     page.wait_for_selector(".side .about >> text=log-probability -0.5000 nats")
+    page.wait_for_selector(".side .token.at")  # marked in a later frame
     assert page.locator(".side .token.at").count() == 1
 
 
