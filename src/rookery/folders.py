@@ -60,6 +60,21 @@ def _temporary(at: str | None = None) -> Iterator[None]:
         ) from None
 
 
+def write_durably(path: Path, content: str) -> None:
+    """Replace a file of ASCII as a whole, which only its owner reads. Its bytes are on the disk on return; its name is
+    once the folder is synchronized."""
+    handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600 from the start
+    try:
+        with os.fdopen(handle, "w", encoding="ascii") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
+
+
 def named_path(given: str | Path) -> Path:
     """The file or folder that a user names, with its ``~`` replaced. Raises :class:`UserError` for a text that is no
     path."""

@@ -51,6 +51,7 @@ from rookery.errors import (
     shortages,
     unusable,
 )
+from rookery.folders import write_durably
 from rookery.protocol import Manifest, Shard, manifest_of
 from rookery.storage.place import (
     DISK,
@@ -141,7 +142,7 @@ class Artifacts:
                 pass
             if self._mark() is None:
                 assert owner.identity is not None
-                _write_durably(self.root / OWNER, owner.identity)
+                write_durably(self.root / OWNER, owner.identity)
                 _sync_folder(self.root)
         except OSError as error:
             if (full := shortage(error, DISK)) is not None:
@@ -650,20 +651,6 @@ def _identity(folder: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_ctime_ns
-
-
-def _write_durably(path: Path, content: str) -> None:
-    """Replace a file as a whole; its name is durable after :func:`_sync_folder`."""
-    handle, part = tempfile.mkstemp(prefix=".", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="ascii") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        os.unlink(part)
-        raise
 
 
 def seconds_of(marks: Mapping[str, bytes]) -> dict[str, float]:

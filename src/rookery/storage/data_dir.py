@@ -11,13 +11,12 @@ import fcntl
 import hashlib
 import os
 import secrets
-import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from rookery.errors import RookeryError, UserError, shortage, shortages, unusable
-from rookery.folders import usable_folder, without_home
+from rookery.folders import usable_folder, without_home, write_durably
 
 _LOCK_FILE = "lock"
 
@@ -155,14 +154,6 @@ def _secret(path: Path) -> str:
         path.chmod(0o600)
         return known
     key = new_key()
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp: mode 0600 from the start
-    try:
-        with shortages(f"the disk of {path.parent}"), os.fdopen(handle, "w", encoding="ascii") as file:
-            file.write(key + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        os.unlink(part)
-        raise
+    with shortages(f"the disk of {path.parent}"):
+        write_durably(path, key + "\n")
     return key
