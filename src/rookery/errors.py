@@ -7,8 +7,12 @@ import errno
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
+
+S = TypeVar("S")
+E = TypeVar("E")
 
 EXIT_REFUSED = 2
 """Exit code of a child process (worker, environment host, model conversion) that cannot work as it was started: a
@@ -154,6 +158,15 @@ _PATH = re.compile(r"(?<![\w.:/~@-])/[\w.@+%~-]+(?:/[\w.@+%~-]+)*/?")
 def without_paths(text: str, keep: str = "") -> str:
     """``text``, which an operator reads whole, for tenants: paths of the machine are left out, except ``keep``."""
     return _PATH.sub(lambda found: found[0] if found[0] == keep else "(a path of the worker)", text)
+
+
+def next_state(table: Mapping[tuple[S, E], S], state: S, event: E, whose: str) -> S:
+    """The state that follows ``event``, by the table of a thing's life. Raises ``RuntimeError`` for an event that the
+    ``state`` does not have: that is a mistake of this process."""
+    following = table.get((state, event))
+    if following is None:
+        raise RuntimeError(f"{whose} is {state}, which has no event {event!r}")
+    return following
 
 
 def count_of(count: float, one: str, many: str = "", *, form: str = "") -> str:

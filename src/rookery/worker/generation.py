@@ -33,7 +33,7 @@ from typing import Literal
 import msgspec
 
 from rookery import protocol
-from rookery.errors import Unavailable
+from rookery.errors import Unavailable, next_state
 from rookery.tokenization.grammar import ReplyGrammar
 from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
@@ -157,10 +157,7 @@ class HeldRequest:
 
     def advance(self, event: StageEvent) -> None:
         """Raises ``RuntimeError`` for an event that its stage does not have."""
-        following = STAGES.get((self.stage, event))
-        if following is None:
-            raise RuntimeError(f"request {self.key} is {self.stage}, which has no event {event!r}")
-        self.stage = following
+        self.stage = next_state(STAGES, self.stage, event, f"request {self.key}")
 
     def end(self, finish: Literal["stop", "length", "abort", "error"], error: str) -> None:
         """It has its last token, or will have no more."""
@@ -169,9 +166,7 @@ class HeldRequest:
 
     def deliver(self, event: DeliveryEvent, now: float) -> None:
         """An ``event`` of its output. Raises ``RuntimeError`` for one that its delivery does not have."""
-        following = DELIVERIES.get((self.delivery, event))
-        if following is None:
-            raise RuntimeError(f"request {self.key} is {self.delivery}, which has no event {event!r}")
+        following = next_state(DELIVERIES, self.delivery, event, f"request {self.key}")
         if following != self.delivery:
             self.delivery, self.idle_since = following, now
 

@@ -17,7 +17,7 @@ from typing import Literal
 from rookery.clock import Clock
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.training.policy_run import PolicyRun
-from rookery.errors import count_of
+from rookery.errors import count_of, next_state
 from rookery.scheduling.queues import FairQueue
 from rookery.scheduling.trainers import SlotUse, slots_to_free
 from rookery.settings import Settings
@@ -63,10 +63,7 @@ class SlotHolder:
 
     def apply(self, event: SlotEvent) -> None:
         """Raises ``RuntimeError`` for an event that its state does not have."""
-        following = TRANSITIONS.get((self.state, event))
-        if following is None:
-            raise RuntimeError(f"policy {self.name} is {self.state}, which has no event {event!r}")
-        self.state = following
+        self.state = next_state(TRANSITIONS, self.state, event, f"policy {self.name}")
 
     @property
     def busy(self) -> bool:
