@@ -32,7 +32,10 @@ class TransferPace:
         """Raises :class:`TooSlow`."""
         self._left = min(self.seconds, self._left - seconds + came / SLOWEST)
         if self._left <= 0:
-            raise TooSlow(f"less than {SLOWEST:g} bytes per second came for {self.seconds:g} s")
+            raise self._too_slow()
+
+    def _too_slow(self) -> TooSlow:
+        return TooSlow(f"less than {SLOWEST:g} bytes per second came for {self.seconds:g} s")
 
     def blocks(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
         """The ``blocks``, each as soon as it comes; a wait for one has its own limit. Raises :class:`TooSlow`."""
@@ -52,8 +55,7 @@ class TransferPace:
             async with asyncio.timeout(self._left):
                 arrived = await arrival
         except TimeoutError:
-            self._waited(self._left, 0)
-            raise
+            raise self._too_slow() from None
         self._waited(self._clock() - began, size(arrived))
         return arrived
 

@@ -101,8 +101,7 @@ class PromptDataset:
                 if self._position < self._most:
                     raise ValueError(
                         f"prompts({self._split!r}) gave {count_of(self._most, 'entry')}, and {self._position} when it"
-                        f" was"
-                        " called again; return a new iterable at each call"
+                        " was called again; return a new iterable at each call"
                     )
                 self._length = self._position
                 continue

@@ -437,18 +437,16 @@ class AuthenticatedRoute(APIRoute):
 
     def parameters(self) -> list[str]:
         """The parameters of the address that the route has."""
-        return [parameter.alias for needed in _needed(self.dependant) for parameter in needed.query_params]
+        return [parameter.alias for parameter in self._query_params()]
 
-    def _single(self) -> frozenset[str]:
-        """The parameters among them that have one value."""
-        found = [parameter for needed in _needed(self.dependant) for parameter in needed.query_params]
-        return frozenset(one.alias for one in found if get_origin(one.field_info.annotation) is not list)
+    def _query_params(self) -> list[Any]:
+        return [parameter for needed in _needed(self.dependant) for parameter in needed.query_params]
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle, body = super().get_route_handler(), self.body_field
         whole = any(body is param for param in self.dependant.body_params)  # not a field of the body
         validate = body.validate if body is not None and whole else None
-        single = self._single()
+        single = {one.alias for one in self._query_params() if get_origin(one.field_info.annotation) is not list}
 
         async def handler(request: Request) -> Response:
             await self.authenticate(request)

@@ -104,8 +104,7 @@ class RowLoop(PolicyLoop):
         most = longest(self.spec, self.policy.chat)
         return (
             f"{line} among its first {count_of(most, 'token')} (algorithm.max_length, or the model's context), so the"
-            f" step"
-            " teaches nothing; give shorter rows, or a larger max_length"
+            " step teaches nothing; give shorter rows, or a larger max_length"
         )
 
     @property

@@ -92,10 +92,8 @@ class LibraryPool:
                 request.answer.set_exception(
                     UserError(
                         f"environment.id: {count_of(self._most, 'process', 'processes')} of {request.owner.library}"
-                        f" and others"
-                        f" have episodes, the most at a time; none was free within {self.wait_seconds:g} s: try again"
-                        f" when other jobs"
-                        " have ended"
+                        f" and others have episodes, the most at a time; none was free within {self.wait_seconds:g} s:"
+                        " try again when other jobs have ended"
                     )
                 )
 

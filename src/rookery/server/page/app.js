@@ -120,7 +120,7 @@ function App() {
     return () => clearTimeout(timer);
   }, [account, error]);
   useFocus(path.join("/"));
-  if (account === undefined) return html`<main>${html`<${Loading} error=${error} />`}</main>`;
+  if (account === undefined) return html`<main><${Loading} error=${error} /></main>`;
   if (account === null) return html`<${SignIn} onDone=${load} error=${error} />`;
   const name = path[0] ?? "runs", View = Object.hasOwn(VIEWS, name) ? VIEWS[name] : null;
   const signOut = async () => { try { await call("POST", "/api/v1/sign-out"); setAccount(null); } catch (problem) { setError(problem); } };
