@@ -9,6 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -29,8 +30,9 @@ from rookery.worker.model.convert import prepare
 MEGABYTE = 1 << 20
 COUNTS = "objects.json"
 """The file to which a worker writes the numbers of its objects."""
-WARM_JOBS, COUNTED_JOBS = 3, 8
-"""Jobs after which everything that is made once exists, and those after which nothing more may exist."""
+WARM_JOBS, COUNTED_JOBS, JOBS_BETWEEN_COUNTS = 3, 8, 2
+"""Jobs after which everything that is made once exists, those after which nothing more may exist, and those from one
+count to the next: a leak grows from each count to the next, a pool that starts a thread or a connection only once."""
 JOBS = int(os.environ.get("ROOKERY_MEMORY_JOBS") or 0)
 NIGHTLY = pytest.mark.skipif(not JOBS, reason="minutes on the real model: make nightly")
 
@@ -164,17 +166,22 @@ def test_no_object_of_a_worker_outlives_the_job_that_made_it(tmp_path: Path) -> 
     cache, rng = tmp_path / "cache", random.Random(3)
     model = str(save_small_model(tmp_path / "small"))
     prepare(model, cache)
+    counts: list[Counter[str]] = []
     with serving(tmp_path, model, cache) as (service, link, pid):
-        before: Counter[str] = Counter()
-        for number in range(WARM_JOBS + COUNTED_JOBS):
-            if number == WARM_JOBS:
-                before = live_objects(pid, tmp_path / COUNTS)
+        for number in range(1, WARM_JOBS + COUNTED_JOBS + 1):
             run_job(service, link, f"p{number}", rng, keep_last=False)
             chat(link, f"chat {number}")
             link.frames.clear()
-        after = live_objects(pid, tmp_path / COUNTS)
-    grown = {name: count for name, count in (after - before).items() if count >= COUNTED_JOBS}
-    assert before["torch.Tensor"] and not grown, grown
+            if number >= WARM_JOBS and (number - WARM_JOBS) % JOBS_BETWEEN_COUNTS == 0:
+                counts.append(live_objects(pid, tmp_path / COUNTS))
+    grown = {name: [count[name] for count in counts] for name in always_more(counts)}
+    assert counts[0]["torch.Tensor"] and not grown, grown
+
+
+def always_more(counts: list[Counter[str]]) -> list[str]:
+    """The names that each count has more of than the one before, and in all one for each job at least."""
+    rising = set.intersection(*(set(after - before) for before, after in pairwise(counts)))
+    return sorted(name for name in rising if counts[-1][name] - counts[0][name] >= COUNTED_JOBS)
 
 
 @pytest.mark.heavy
