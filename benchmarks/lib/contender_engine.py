@@ -45,9 +45,7 @@ class Engine:
         computed, not be found in the cache of the run before."""
         if shared or rows not in self._engines:
             runner = best_runner(self.decoder, self.loras, 4 << 30)
-            self._engines[rows] = NativeEngine(
-                WeightSets(self.decoder, self.loras, runner), self.decode, max_rows=rows
-            )
+            self._engines[rows] = NativeEngine(WeightSets(self.decoder, self.loras, runner), self.decode, max_rows=rows)
         return self._engines[rows]
 
     def run(

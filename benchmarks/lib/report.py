@@ -55,18 +55,21 @@ MOST_LINES = 6
 
 AGAIN = {
     "with lanes, of turns: the demo's training time <= 0.9": "env ROOKERY_LANES=auto make demo",
-    "with lanes: a client's P99 time to first token under two training jobs, not worse than in turns":
-        "env ROOKERY_LANES=auto python -m benchmarks.jobs.serving --quick",
-    "with lanes: one tenant at staleness 0 within 2% of turns":
-        "env ROOKERY_LANES=auto python -m benchmarks.jobs.grpo_step --quick",
+    "with lanes: a client's P99 time to first token under two training jobs, not worse than in turns": (
+        "env ROOKERY_LANES=auto python -m benchmarks.jobs.serving --quick"
+    ),
+    "with lanes: one tenant at staleness 0 within 2% of turns": (
+        "env ROOKERY_LANES=auto python -m benchmarks.jobs.grpo_step --quick"
+    ),
     "chaos in virtual time: 1,000 workers, 200 jobs, 100,000 preemptions": "make chaos-at-scale",
     "the controller's time per event as workers and jobs grow": "make controller-scaling",
     "lost workers, restarts, joining workers, seeding": "make bench-preemption",
     "Tinker calls compared with SkyRL's server; log-probabilities of sampling and training": "make bench-tinker",
     "the Tinker cookbook's arithmetic": "make cookbook",
     "a verifier that begins slowly, next to its solver": "python examples/solver_verifier.py",
-    "16 receivers of 2 GB: <= 1.5 x one copy (20 minutes, 34 GB of disk)":
-        "python -m benchmarks.scale.weights --chain 4 16 --arms ours --mega 2000 --rate 60 --folder FOLDER",
+    "16 receivers of 2 GB: <= 1.5 x one copy (20 minutes, 34 GB of disk)": (
+        "python -m benchmarks.scale.weights --chain 4 16 --arms ours --mega 2000 --rate 60 --folder FOLDER"
+    ),
     "availability traces": "python -m benchmarks.scale.simulation",
     "a simulation with the shipped worker's I/O side, 1,000 workers": "python -m benchmarks.scale.shipped_worker",
     "any GPU": "make bench-gpu",

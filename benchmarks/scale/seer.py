@@ -200,8 +200,7 @@ async def _step(arm: str, curve: str, load: Load, chunk: int, folder: Path) -> C
         return lengths[seed]
 
     workers = [
-        FakeWorker(dial, tickets, worker_hello(machine, f"w{n}", MODEL), machine, length)
-        for n in range(WORKERS)
+        FakeWorker(dial, tickets, worker_hello(machine, f"w{n}", MODEL), machine, length) for n in range(WORKERS)
     ]
     for worker in workers:
         worker.start()
