@@ -68,6 +68,31 @@ def test_a_template_that_rewrites_earlier_turns_gives_each_a_sequence(tmp_path: 
     assert "hm" not in chat.decode(found[1].prompt)
 
 
+@pytest.mark.parametrize(
+    ("opening", "written", "taken"),
+    [
+        ("<think>\n", "<think></think>", "<think>"),  # as Nemotron's template writes a reply without a thought
+        ("<think>\n\n</think>\n\n", "", ""),
+        ("", "<think></think>", ""),
+        ("Reply: é", "Reply: è", "Reply: "),
+        ("Re", "Re", "Re"),
+    ],
+)
+def test_the_opening_of_a_reply_is_not_learned(opening: str, written: str, taken: str, tmp_path: Path) -> None:
+    """As far as a template opens a reply as it writes a past one: its role is never learned."""
+    folder = model_folder(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        f"{{% if m.role == 'assistant' %}}{written}{{% endif %}}{{{{ m.content }}}}<|im_end|>\n{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}<|im_start|>assistant\n{opening}{{% endif %}}"
+    )
+    chat = Chat.load(folder)
+    [one] = learned_sequences(chat, [USER, REPLY, MORE, LAST], [0.0, 1.0, 0.0, 1.0])
+    rest = written.removeprefix(taken)
+    assert learned(chat, one) == [(f"{rest}It is 4.", 1.0), (f"{rest}Yes é 漢.", 1.0)]
+    assert chat.decode(one.prompt).endswith(f"assistant\n{taken}")
+
+
 @pytest.mark.parametrize("template", [QWEN, SMOLLM3, CODER, STRICT], ids=["qwen", "smollm3", "coder", "no tools"])
 def test_calls_are_learned_in_the_form_in_which_they_are_read(template: str) -> None:
     """After the prompt that a client's conversation with the same tools has."""

@@ -26,7 +26,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from rookery.errors import UserError, count_of
 from rookery.tokenization.detokenizer import StreamingText, TokenBytes
@@ -328,10 +328,7 @@ class Chat:
         """Token ids of ``text`` cut at the rising offsets ``edges``, one list more than there are edges; a piece is
         encoded separately where a token would straddle an edge."""
         starts, stops = [0, *edges], [*edges, len(text)]
-        if len(text) <= LONG_TEXT:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        else:
-            [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        encoding = self._encoding(text)
         if any(first < edge < last for first, last in encoding.offsets for edge in edges):
             return [self.encode(text[start:stop]) for start, stop in zip(starts, stops, strict=True)]
         found: list[list[int]] = [[] for _ in starts]
@@ -342,12 +339,23 @@ class Chat:
             found[at].append(token)
         return [shared_ids(piece) for piece in found]
 
+    def shared(self, text: str, other: str) -> int:
+        """The length of the beginning of ``text`` whose tokens ``other`` begins with too."""
+        encoding, tokens = self._encoding(text), self.encode(other)
+        differing = (at for at, token in enumerate(encoding.ids) if tokens[at : at + 1] != [token])
+        first = next(differing, len(encoding.ids))
+        return int(encoding.offsets[first][0]) if first < len(encoding.ids) else len(text)
+
+    def _encoding(self, text: str) -> Encoding:
+        """The token ids of a text, with the place of each in it."""
+        if len(text) <= LONG_TEXT:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        return encoding
+
     def _encode_tail(self, text: str, start: int) -> list[int]:
         """Token ids of ``text[start:]`` within ``text``; encoded separately where a token straddles ``start``."""
-        if len(text) <= LONG_TEXT:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        else:
-            [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        encoding = self._encoding(text)
         if any(first < start < last for first, last in encoding.offsets):
             return self.encode(text[start:])
         tail = [token for token, (first, _) in zip(encoding.ids, encoding.offsets, strict=True) if first >= start]

@@ -1,8 +1,8 @@
 """Conversations as token sequences that are learned from: which tokens are the assistant's, and with which weight.
 
-A reply is learned as it would be sampled: after the prompt that the chat template writes for it, up to and with the
-token that ends it. Where the template writes earlier turns differently once others follow (such as those without their
-reasoning), each reply has a separate sequence.
+A reply is learned as it would be sampled: after the prompt that the chat template writes for it, as far as the
+template writes the same before a past reply, up to and with the token that ends it. Where the template writes earlier
+turns differently once others follow (such as those without their reasoning), each reply has a separate sequence.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def learned_sequences(
     where the chat template refuses it."""
     write = partial(rendered, chat, tools=tools)
     turns = [
-        _turn(write, messages[:number], message, weight)
+        _turn(chat, write, messages[:number], message, weight)
         for number, (message, weight) in enumerate(zip(messages, weights, strict=True))
         if weight
     ]
@@ -76,14 +76,16 @@ def learned_sequences(
     return [_sequence(chat, turn.text, [turn]) for turn in turns]
 
 
-def _turn(write: Callable[..., str], before: Sequence[Message], reply: Message, weight: float) -> _Turn:
+def _turn(chat: Chat, write: Callable[..., str], before: Sequence[Message], reply: Message, weight: float) -> _Turn:
     prompt = write(before)
     text = write([*before, reply], add_generation_prompt=False)
-    if not text.startswith(prompt):  # the template writes more before a reply than in a history: none of it is learned
-        prompt = write(before, add_generation_prompt=False)
-    if not text.startswith(prompt) or len(prompt) == len(text):
+    start = len(prompt)
+    if not text.startswith(prompt):  # the template opens a reply in another way than it writes one, as with a thought
+        history = write(before, add_generation_prompt=False)
+        start = max(len(history), chat.shared(text, prompt)) if text.startswith(history) else len(text)
+    if start == len(text):
         raise UserError("the chat template writes a conversation differently once a reply follows it")
-    return _Turn(text, len(prompt), weight)
+    return _Turn(text, start, weight)
 
 
 def _sequence(chat: Chat, text: str, turns: Sequence[_Turn]) -> LearnedSequence:
