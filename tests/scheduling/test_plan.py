@@ -282,6 +282,32 @@ def test_a_machine_whose_context_holds_no_prompt_does_not_generate() -> None:
     assert "context of" in search(alone, devices_of(alone), TWO).prediction.problem
 
 
+@pytest.mark.parametrize("count", range(4))
+def test_machines_that_can_do_nothing_hide_no_plan(count: int) -> None:
+    full = MachineMemory(total=10**9, base=10**9, cache_token=10**6, train_token=10**6)
+    away = {"context": 40, "preemptible": True}
+    fit = [machine("trainer", context=40), machine("generator", preemptible=True, site="a")]
+    useless = [machine(f"short-{site}", 9.0, site=site, count=max(1, count), **away) for site in ("a", "b")]
+    useless.append(machine("full", 9.0, 9.0, memory=full, count=max(1, count)))
+    fleet = FleetSpec(machines=[*fit, *useless[: 3 * min(1, count)]])
+    found = search(fleet, devices_of(fleet), TWO)
+    assert found.prediction.seconds == predict(fleet, devices_of(fleet), TWO, found.roles).seconds < math.inf
+    assert found.roles == ("train", "rollout", *("off",) * 3 * count)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4, 64])
+@pytest.mark.parametrize("speed", [0.2, 1.0, 4.0])
+def test_every_role_of_a_plan_is_played_and_all_episodes_are_shared_out(staleness: int, speed: float) -> None:
+    fleet = FleetSpec(machines=[machine("slow", 0.01, 0.01), machine("m", 1.0, speed, count=2)])
+    devices, demands = devices_of(fleet), [DEMAND.model_copy(update={"staleness": staleness})]
+    found = search(fleet, devices, demands).prediction
+    for i, use in enumerate(found.uses):
+        assert ("train" in PLAYS[use.role]) == bool(use.policies)
+        assert ("rollout" in PLAYS[use.role]) == (use.episodes > 0)
+        assert found.busy(i) <= 1 + 1e-9
+    assert sum(use.episodes for use in found.uses) == pytest.approx(DEMAND.episodes)
+
+
 def planned(name: str, machine: str = "a", *roles: str, **fields: Any) -> dict[str, Any]:
     usual = {"name": name, "machine": machine, "max_rows": 1, "slice_tokens": 512}
     return {**usual, "roles": list(roles) or ["rollout", "train"], **fields}

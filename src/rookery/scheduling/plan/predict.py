@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -62,6 +62,16 @@ class Device:
     def limited(self, role: Role) -> Role:
         """As much of ``role`` as it may have."""
         return role_of(self.may.intersection(PLAYS[role]))
+
+
+def able(device: Device, demands: Sequence[JobDemand]) -> Device:
+    """The device with those of its roles for which it has the context and the memory."""
+    machine = device.machine
+    roles = set()
+    if machine.context > max(demand.prompt_tokens for demand in demands):
+        roles |= {"rollout"} if fitting_rows(machine, demands, 0, trains=False) else set()
+    roles |= {"train"} if _trains_in_memory(machine, demands, 1) else set()
+    return replace(device, may=device.may & roles)
 
 
 def devices_of(fleet: FleetSpec) -> list[Device]:
@@ -157,21 +167,24 @@ def predict(
             return impossible(
                 f"{devices[i].name} has no memory for the states of {count_of(len(policies[i]), 'policy')}"
             )
-    pool = _pool(devices, demands, rolling, rows, train, balanced)
-    apart = _pool(devices, demands, rolling, rows, {}, balanced).seconds + max(train.values())
+    pool, generating = (_pool(devices, demands, rolling, rows, beside, balanced) for beside in (train, {}))
+    apart = generating.seconds + max(train.values())
     overlap = max(pool.seconds, max(train.values()))
     total = sum(demand.replies for demand in demands)
-    lockstep = sum((apart - overlap) * demand.replies / total / (demand.staleness + 1) for demand in demands)
+    serial = sum(demand.replies / (demand.staleness + 1) for demand in demands) / total  # what does not overlap
     chains = [_chain(fleet, devices, demands, j, rolling, rows, trainers[j], balanced) for j in range(len(demands))]
-    seconds = max(overlap + max(0.0, lockstep), *chains)
-    uses = []
-    for i, role in enumerate(roles):
-        share = pool.episodes.get(i, 0.0)
-        uses.append(
-            DeviceUse(
-                role, rows.get(i, 0), share, policies.get(i, ()), pool.busy.get(i, 0.0), train.get(i, 0.0)
-            )
-        )  # fmt: skip
+    seconds = max(overlap + max(0.0, serial * (apart - overlap)), *chains)
+
+    def shared(beside: dict[int, float], alone: dict[int, float], i: int) -> float:
+        return (1 - serial) * beside.get(i, 0.0) + serial * alone.get(i, 0.0)
+
+    uses = [
+        DeviceUse(
+            role, rows.get(i, 0), shared(pool.episodes, generating.episodes, i), policies.get(i, ()),
+            shared(pool.busy, generating.busy, i), train.get(i, 0.0),
+        )
+        for i, role in enumerate(roles)
+    ]  # fmt: skip
     return Prediction(seconds, tuple(uses))
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from rookery.scheduling.plan.predict import ROLES, Device, Prediction, Role, devices_of, predict
+from rookery.scheduling.plan.predict import ROLES, Device, Prediction, Role, able, devices_of, predict
 from rookery.spec.fleet import FleetSpec, JobDemand
 
 Sharing = Literal["apart", "shared", "mixed"]
@@ -91,6 +91,7 @@ def search(
 ) -> Found:  # fmt: skip
     """The plan with the shortest predicted round within ``budget`` evaluations, among those that give each device roles
     that it may have."""
+    given, devices = devices, [able(device, demands) for device in devices]
     evaluate = _Evaluator(fleet, devices, demands, budget)
     if start is not None:
         evaluate([device.limited(role) for device, role in zip(devices, start, strict=True)])
@@ -104,6 +105,10 @@ def search(
             _climb(evaluate, evaluate.best[2])
             for arm in sorted(arms, key=lambda arm: arm.seconds)[:CLIMBING]:
                 _climb(evaluate, arm.best)
+    if math.isinf(evaluate.best[0]):  # with all roles, the prediction names what is missing
+        reserved = any(device.trains for device in given)
+        most = [device.limited("rollout" if device.machine.preemptible and reserved else "both") for device in given]
+        return Found(evaluate.best[2], predict(fleet, given, demands, most), len(evaluate.known))
     return _trimmed(evaluate)
 
 
@@ -293,22 +298,19 @@ def _climb(evaluate: _Evaluator, roles: tuple[Role, ...]) -> None:
 
 
 def _trimmed(evaluate: _Evaluator) -> Found:
-    """The best plan without roles that nobody plays and machines that it does not need, the slowest first. A few
-    predictions for each machine, which no budget counts."""
+    """The best plan without roles that nobody plays and machines that it does not need, the slowest first, until there
+    are none: without one, another may be needless. A few predictions for each machine, which no budget counts."""
     best, _, roles = evaluate.best
-    if math.isinf(best):
-        reserved = any(device.trains for device in evaluate.devices)
-        most = [
-            device.limited("rollout" if device.machine.preemptible and reserved else "both")
-            for device in evaluate.devices
-        ]
-        return Found(roles, evaluate.predict(most), len(evaluate.known))
-    for i in sorted(range(len(roles)), key=lambda i: -evaluate.devices[i].machine.train_token):
-        for less in _LESSER[roles[i]]:
-            tried = (*roles[:i], less, *roles[i + 1 :])
-            if evaluate.predict(tried).seconds <= best * (1 + (WORTH_USING if less == "off" else 0)):
-                roles = tried
-                break
+    seconds, before = best, roles[:0]
+    while roles != before:
+        before = roles
+        for i in sorted(range(len(roles)), key=lambda i: -evaluate.devices[i].machine.train_token):
+            for less in _LESSER[roles[i]]:
+                tried = (*roles[:i], less, *roles[i + 1 :])
+                found = evaluate.predict(tried).seconds
+                if found <= (best * (1 + WORTH_USING) if less == "off" else seconds):
+                    roles, seconds = tried, max(seconds, found)
+                    break
     return Found(roles, evaluate.predict(roles), len(evaluate.known))
 
 
