@@ -37,6 +37,7 @@ BEGINNINGS = {
     "a head that does not end": (b"", b"H"),
     "headers that do not end": (HEAD, b"X"),
     "a body that does not end": (HEAD + b"Content-Length: 900000\r\n\r\n", b" "),
+    "a refusal that does not end": (HEAD.replace(b"200", b"500") + b"Content-Length: 900000\r\n\r\n", b" "),
     "chunks that do not end": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
 }
 """Bytes that a server sends at once, and those that it sends every few milliseconds for ever."""
@@ -171,8 +172,12 @@ def read_service(url: str, folder: Path) -> None:
     HttpConnection(url, None, seconds=0.3).download("/x", io.BytesIO())
 
 
-BODIES = [name for name in BEGINNINGS if "head" not in name]
-"""The rest of a head comes from the user's own service: its size has a limit, and each silence."""
+def follow_service(url: str, folder: Path) -> None:
+    list(HttpConnection(url, None, seconds=0.3).stream("/x"))
+
+
+HEADS = ["silent", "a head that does not end", "headers that do not end", "a refusal that does not end"]
+"""Of streams, whose bodies need not end."""
 
 REPEATED = ["a head that does not end", "a body that does not end"]
 """Of calls that are repeated before they fail."""
@@ -189,12 +194,13 @@ CALLS: list[tuple[Callable[[str, Path], object], list[str]]] = [
     (start_vllm, [*BEGINNINGS]),
     (sample_vllm, [*BEGINNINGS]),
     (score_vllm, REPEATED),
-    (ask_service, BODIES),
-    (read_service, BODIES),
+    (ask_service, [*BEGINNINGS]),
+    (read_service, [*BEGINNINGS]),
+    (follow_service, HEADS),
 ]
 
 LIMITED = {
-    "client/connection.py": "ask_service, read_service; a stream is followed for ever, each silence has a limit",
+    "client/connection.py": "ask_service, read_service, follow_service; the silences in a stream's body have a limit",
     "client/hub.py": "push",
     "client/job.py": "through client/connection.py",
     "cluster/ray.py": "CONNECT_SECONDS; afterwards Ray's library",

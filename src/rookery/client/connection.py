@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from functools import partial
 from itertools import chain
 from typing import IO, Any, NoReturn
 from urllib.parse import quote, urlsplit
@@ -142,7 +143,7 @@ class HttpConnection:
         if (opened := self._opened.get(os.getpid())) is not None:
             return opened
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-        way = httpx.HTTPTransport(
+        way = PacedTransport(
             retries=CONNECT_RETRIES,
             verify=client_tls(self.url, self._ca_file) or True,
             proxy=proxy_of(self.url),
@@ -177,12 +178,12 @@ class HttpConnection:
         limit = self._seconds or CHANGE_SECONDS
         try:
             with self._client().stream("GET", path, timeout=_timeout(limit)) as response:
+                response.stream = Paced(response.stream, limit)
                 if response.status_code >= 400:
                     response.read()
                     self._raise_error(response)
                 if kind and response.headers.get("content-type", "") != kind:
                     raise self._foreign()
-                response.stream = Paced(response.stream, limit)
                 for chunk in response.iter_bytes():
                     file.write(chunk)
                 return response.headers
@@ -197,6 +198,7 @@ class HttpConnection:
             sent = self._request(method, path, limit, **request)
             with closing(self._client().send(sent, stream=True)) as response:
                 if response.status_code >= 400:
+                    response.stream = Paced(response.stream, limit)
                     response.read()
                     self._raise_error(response)
                 if not response.headers.get("content-type", "").startswith("text/event-stream"):
@@ -340,6 +342,66 @@ class Paced(httpx.SyncByteStream):
 
     def close(self) -> None:
         self._stream.close()
+
+
+class PacedTransport(httpx.HTTPTransport):
+    """Connections on which also the head of a response must come at a pace: httpx limits each of its silences."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        pool: Any = self._pool
+        pool._network_backend = _PacedBackend(pool._network_backend)
+
+
+class _PacedBackend:
+    """A backend of httpcore whose connections are :class:`_PacedConnection`."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def connect_tcp(self, *address: Any, **options: Any) -> _PacedConnection:
+        return _PacedConnection(self._backend.connect_tcp(*address, **options))
+
+    def sleep(self, seconds: float) -> None:
+        self._backend.sleep(seconds)
+
+
+class _PacedConnection:
+    """A connection of httpcore: after each request, all up to the first blank line must come at a pace."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._pace: TransferPace | None = None
+        """None before the first read of a head."""
+        self._head: bytes | None = b""
+        """The last bytes of the head under way; None once it has ended."""
+
+    def write(self, content: bytes, timeout: float | None = None) -> None:
+        self._pace, self._head = None, b""
+        self._connection.write(content, timeout)
+
+    def read(self, most: int, timeout: float | None = None) -> bytes:
+        read = partial(self._connection.read, most, timeout)
+        if self._head is None or timeout is None:
+            return bytes(read())
+        self._pace = self._pace or TransferPace(timeout)
+        try:
+            came = next(self._pace.blocks(iter(read, b"")), b"")
+        except TooSlow as error:
+            raise httpx.ReadTimeout(str(error)) from None
+        self._head = (self._head + came)[-len(came) - 3 :]
+        if b"\r\n\r\n" in self._head or not came:
+            self._head = None
+        return came
+
+    def start_tls(self, *context: Any, **options: Any) -> _PacedConnection:
+        return _PacedConnection(self._connection.start_tls(*context, **options))
+
+    def get_extra_info(self, name: str) -> Any:
+        return self._connection.get_extra_info(name)
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 def _timeout(seconds: float) -> httpx.Timeout:
