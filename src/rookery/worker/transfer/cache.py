@@ -24,6 +24,7 @@ import os
 import shutil
 import time
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -336,6 +337,21 @@ def private_folder(root: Path) -> tuple[Path, int]:
         folder.mkdir(0o700)
         if (lock := _lock(folder, os.O_RDONLY | os.O_DIRECTORY)) is not None:
             return folder, lock
+
+
+class PrivateFolder:
+    """A new private folder in the cache ``root``, at ``path``: no process deletes it as a leftover before
+    :meth:`close`, which deletes it, or the end of this object."""
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir(0o700, parents=True, exist_ok=True)
+        self.path, lock = private_folder(root)
+        self.close = weakref.finalize(self, _delete_private, self.path, lock)
+
+
+def _delete_private(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
 
 
 def _private_path(root: Path) -> Path:

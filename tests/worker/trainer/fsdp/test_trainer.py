@@ -26,12 +26,12 @@ from rookery.worker.model.convert import prepare
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.base import Trainer
 from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup
-from rookery.worker.trainer.fsdp.trainer import FsdpTrainer
+from rookery.worker.trainer.fsdp.trainer import FolderExport, FsdpTrainer
 from rookery.worker.trainer.native.backbone import NativeBackbone
 from rookery.worker.trainer.operation_queue import TrainerResult
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 from rookery.worker.trainer.packing import PackedGroup, plan_passes
-from rookery.worker.transfer.cache import TRAINER_STATE
+from rookery.worker.transfer.cache import TRAINER_STATE, AdapterCache
 
 TOLERANCE = 1e-5
 ADAM = protocol.Adam(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1, clip=1.0)
@@ -314,6 +314,16 @@ def test_commit_that_cannot_be_written_is_lost_and_others_train(pair: TrainingGr
         assert not commit or "Error" in results[0].error
         assert trainer.holds(policy, 1, "v0", 2) is not bool(commit)
         trainer.evict(policy)
+
+
+def test_files_of_an_export_stay_where_other_workers_share_the_cache(tmp_path: Path) -> None:
+    """They wait there to be sent, while other workers begin, which delete what dead processes have left."""
+    cache = tmp_path / "adapters"
+    export = FolderExport(cache, lambda folder: (folder / "model.safetensors").write_bytes(b"weights"))
+    AdapterCache(cache, 1 << 30).delete_private_leftovers()
+    assert export.write(made(tmp_path / "v1")) == ["model.safetensors"]
+    del export
+    assert list(cache.iterdir()) == [], "it ends with the object"
 
 
 def made(folder: Path) -> Path:

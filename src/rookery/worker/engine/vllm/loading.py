@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
@@ -24,7 +22,7 @@ from rookery.worker.engine.vllm.in_process import InProcess
 from rookery.worker.model.adapter import Adapter, Projections, write_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.published import published
-from rookery.worker.transfer.cache import ADAPTERS
+from rookery.worker.transfer.cache import ADAPTERS, PrivateFolder
 
 log = logging.getLogger("rookery.engine")
 
@@ -70,11 +68,10 @@ def _probe_rank(engine: VllmEngine, projections: Projections, settings: Settings
     where, (inputs, outputs) = next(iter(projections.shapes.items()))
     weights = {where: (torch.zeros(rank, inputs), torch.zeros(outputs, rank))}
     ref = protocol.AdapterRef(policy="rookery-probe", version=0, hash="probe", rank=rank, alpha=float(rank))
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{os.getpid()}.", dir=cache) as folder:
-        write_adapter(Path(folder), Adapter(rank, ref.alpha, weights, prefix=projections.prefix))
+    with closing(PrivateFolder(cache)) as private:
+        write_adapter(private.path, Adapter(rank, ref.alpha, weights, prefix=projections.prefix))
         try:
-            engine.add_adapter(ref, Path(folder))
+            engine.add_adapter(ref, private.path)
         except (UserError, ServerFault) as error:  # a rank above its limit is a server's fault to vLLM
             raise UserError(
                 f"{error}; start it with --max-lora-rank {rank}, or this worker with a lower ROOKERY_MAX_RANK, and let"

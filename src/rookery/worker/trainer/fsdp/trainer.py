@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from rookery.worker.trainer.operation_queue import Export, TrainerResult
 from rookery.worker.trainer.optim import AdapterExport
 from rookery.worker.trainer.packing import PackedGroup, plan_passes
 from rookery.worker.trainer.states import HeldPolicy
+from rookery.worker.transfer.cache import PrivateFolder
 
 if TYPE_CHECKING:  # a second of imports, which only a group needs
     from rookery.worker.trainer.fsdp.group import TrainingGroup
@@ -52,14 +52,13 @@ class FolderExport:
     :class:`~rookery.worker.trainer.operation_queue.Export`."""
 
     def __init__(self, parent: Path, write: Callable[[Path], object]) -> None:
-        """``write`` creates the files now. ``parent`` should be on the disk where they will be needed."""
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder = tempfile.TemporaryDirectory(prefix=f".{os.getpid()}.", dir=parent)
-        write(Path(self._folder.name))
+        """``write`` creates the files now. ``parent`` is the folder of the worker's cache of adapters."""
+        self._folder = PrivateFolder(parent)
+        write(self._folder.path)
 
     def write(self, folder: Path) -> list[str]:
         """Give the files a second name in ``folder``, or copy them where the disk has no hard links."""
-        for path in Path(self._folder.name).iterdir():
+        for path in self._folder.path.iterdir():
             try:
                 os.link(path, folder / path.name)
             except OSError:
