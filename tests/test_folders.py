@@ -76,10 +76,19 @@ def test_a_folder_that_cannot_be_used_is_refused_with_its_setting(tmp_path: Path
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "models").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "at all")
-    for folder in ("file", "file/below", "cache", "link"):
+    reasons = {
+        "file": "it is a file",
+        "file/below": "Not a directory",
+        "cache": "Not a directory",
+        "link": f"it is a link to {tmp_path / 'nowhere' / 'at all'}, which is missing",
+    }
+    for folder, reason in reasons.items():
         with pytest.raises(UserError, match=r"setting ROOKERY_CACHE: folder .* cannot be written") as refused:
             usable_cache(tmp_path / folder)
-        assert "\n" not in str(refused.value)
+        assert "\n" not in str(refused.value) and f"({reason})" in str(refused.value)
+    for folder in ("file", "link"):
+        with pytest.raises(UserError, match=rf"data folder .* cannot be written \({reasons[folder]}\)"):
+            DataFolder(tmp_path / folder)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ used."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -58,6 +59,15 @@ def _temporary(at: str | None = None) -> Iterator[None]:
             f"TMPDIR: no temporary file can be made, as in {tried}; set TMPDIR to a folder that is writable for this"
             " user and has room (in a container: mount a volume at /tmp)"
         ) from None
+
+
+def reason_of(error: OSError) -> str:
+    """Why a folder cannot be used. Of a link whose target is missing, such as one to a disk that is not mounted, and of
+    a file in the place of the folder, the system says only that it exists."""
+    if error.errno == errno.EEXIST and isinstance(error.filename, str | os.PathLike):
+        path = Path(error.filename)
+        return f"it is a link to {os.readlink(path)}, which is missing" if path.is_symlink() else "it is a file"
+    return error.strerror or str(error)
 
 
 def write_durably(path: Path, content: str) -> None:
@@ -129,7 +139,7 @@ def usable_folder(folder: Path, setting: str, parts: tuple[str, ...] = (), locke
             raise StorageFull(
                 f"the disk of {at} is full; free some space, or set {setting} to another folder"
             ) from None
-        reason = error.strerror or str(error)
+        reason = reason_of(error)
         raise (UserError if done == "locked" else unusable(error))(
             f"setting {setting}: folder {at} cannot be {done} ({reason}); "
             + (

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from rookery.errors import RookeryError, UserError, shortage, shortages, unusable
-from rookery.folders import usable_folder, without_home, write_durably
+from rookery.folders import reason_of, usable_folder, without_home, write_durably
 
 _LOCK_FILE = "lock"
 
@@ -114,9 +114,8 @@ class DataFolder:
     def _unwritable(self, error: OSError) -> RookeryError:
         if (full := shortage(error, f"the disk of the data folder {self.root}")) is not None:
             return full
-        reason = error.strerror or str(error)
         return unusable(error)(
-            f"data folder {self.root} cannot be written ({reason}); set ROOKERY_DATA to one that can"
+            f"data folder {self.root} cannot be written ({reason_of(error)}); set ROOKERY_DATA to one that can"
         )
 
     @property
