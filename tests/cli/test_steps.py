@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any, cast
 
 import pytest
@@ -156,6 +157,28 @@ def test_a_rollback_is_shown_between_the_steps(capsys: pytest.CaptureFixture[str
     ]  # fmt: skip
     assert json.loads(lines[3]) == {"rollback": {"step": 1}}
     assert [line for line in lines[6:] if "went back to step 1" in line] == lines[8:9]
+
+
+def test_each_event_is_shown_once_in_any_order_of_times(capsys: pytest.CaptureFixture[str]) -> None:
+    """The service's clock may be set back, and two events may have one time; old ones leave the window."""
+    view = Record(id="job-1", name="sums", state="completed", reason="", spec=Record(SPEC))
+    written = [(9.0, "one"), (3.0, "two"), (3.0, "three"), (2.0, "four"), (2.0, "four")]
+    looks = iter([written[:1], written[:2], written[1:4], written[2:], written[2:]])
+
+    class Warned:
+        id = "job-1"
+
+        def follow(self) -> Any:
+            yield from [("job", view), *[("end", view)] * 5]
+
+        def events(self, limit: int) -> list[Record]:
+            return [Record(time=time, kind="warning", text=text) for time, text in next(looks)]
+
+    follower = Follower(Cli(Settings(), True, None, {}), cast(Job, Warned()), ends_paused=True)
+    follower._asked = time.monotonic()  # the first look is that of an end
+    follower.follow()
+    rows = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [row["event"]["text"] for row in rows if "event" in row] == ["one", "two", "three", "four", "four"]
 
 
 def test_a_paused_job_names_the_command_that_reaches_it() -> None:

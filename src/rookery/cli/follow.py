@@ -9,8 +9,10 @@ are written without the state, and with ``--json`` one object per line: ``job``,
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from rich.console import Group
 from rich.live import Live
@@ -53,8 +55,8 @@ class Follower:
         self._continues = continues
         self._live: Live | None = None
         self._steps = StepLines(console().width if is_terminal() else None)
-        self._seen = -1.0
-        """The time of the newest event that was shown; -1 before the first request."""
+        self._seen = Counter[tuple[Any, ...]]()
+        """The events of the last request. Their order is not that of their times: the service's clock may be set."""
         self._asked = -EVENT_SECONDS
 
     def follow(self) -> Record:
@@ -128,13 +130,16 @@ class Follower:
             events = self._job.events(EVENTS_SHOWN)
         except RookeryError:  # the stream of the job reports what is wrong
             return
+        found = Counter(tuple(event.values()) for event in events)
+        left = self._seen.copy()
         for event in events:
-            if event.time > self._seen and event.kind not in QUIET_KINDS:
+            left[tuple(event.values())] -= 1
+            if left[tuple(event.values())] < 0 and event.kind not in QUIET_KINDS:
                 if self._cli.json:
                     print_json({"event": event})
                 else:
                     self._write(f"{event.kind.replace('_', ' ')}: {printable(event.text)}", STYLES.get(event.kind, ""))
-        self._seen = max([self._seen, *(event.time for event in events)])
+        self._seen = found
 
 
 def pause_line(job: Job, view: Record, continues: str = "") -> str:
