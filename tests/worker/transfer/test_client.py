@@ -763,6 +763,18 @@ async def test_no_process_evicts_an_artifact_that_another_one_uses(service: Dial
     await two.close()
 
 
+@pytest.mark.parametrize("disk_full", [False, True])
+async def test_artifacts_are_evicted_after_the_clock_was_set_back(disk_full: bool, tmp_path: Path) -> None:
+    """Artifacts that were used before it have times that are yet to come: they are the oldest."""
+    root = tmp_path / "adapters"
+    cache = AdapterCache(root, 3000)
+    for name, ago in {"a": -90_000.0, "b": -86_400.0, "c": 5.0, "d": 3600.0}.items():
+        (root / name).mkdir()
+        (root / name / "adapter_model.safetensors").write_bytes(bytes(1000))
+        os.utime(root / name, (time.time() - ago, time.time() - ago))
+    assert await cache.evict(disk_full=disk_full) == (["b", "a", "d"] if disk_full else ["b"])
+
+
 async def test_an_artifact_that_arrives_slowly_is_not_evicted(service: Dialled, tmp_path: Path) -> None:
     ref = service.ref(service.store(FILES), 1)
     one, other = transfers(service, tmp_path), AdapterCache(tmp_path / "adapters", 0)

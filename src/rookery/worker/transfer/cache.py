@@ -223,16 +223,24 @@ class AdapterCache:
 
     async def evict(self, *, disk_full: bool = False) -> list[str]:
         """Delete the least recently used artifacts while the cache exceeds its capacity; with ``disk_full``, all that
-        are neither pinned nor recently used. Returns their hashes."""
+        are neither pinned nor recently used. Those with a time that is yet to come were last used before the clock was
+        set back: they count as the oldest. Returns their hashes."""
         folders = await asyncio.to_thread(_sizes, self._root)
         total = sum(size for _, size, _ in folders)
-        capacity, before = 0 if disk_full else self._capacity_bytes, time.time() - RECENT_SECONDS
+        capacity, now = 0 if disk_full else self._capacity_bytes, time.time()
         retained = self._retained | await asyncio.to_thread(_retained, self._root)
         deletions: dict[str, asyncio.Future[None]] = {}
-        for folder, size, used in sorted(folders, key=lambda entry: (entry[0].name in retained, entry[2])):
+
+        def order(entry: tuple[Path, int, float]) -> tuple[bool, bool, float]:
+            folder, _, used = entry
+            return folder.name in retained, used < now + RECENT_SECONDS, used
+
+        for folder, size, used in sorted(folders, key=order):
             if total <= capacity:
                 break
-            if used <= before and not self._pins[folder.name] and (deletion := self._delete(folder)) is not None:
+            if abs(now - used) < RECENT_SECONDS or self._pins[folder.name]:
+                continue
+            if (deletion := self._delete(folder)) is not None:
                 deletions[folder.name] = deletion
                 total -= size
         await asyncio.gather(*deletions.values())
