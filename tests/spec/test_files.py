@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -115,18 +116,23 @@ stop: {wall_time: 90m}
             f"{chr(98 + n)}1: &{chr(98 + n)}1 [{', '.join(['*' + (chr(97 + n) + '1' if n else 'b')] * 9)}]\n"
             for n in range(9)), "values, those of aliases included"),
         ("[" * 5000, "nested"),
-        ("a: !!python/object:os.system x", "neither YAML nor JSON"),
-        ("a: 1\n---\nb: 2", "neither YAML nor JSON"),
+        ("a: !!python/object:os.system x", "line 1: the tag !!python/object:os.system has no meaning here"),
+        ("a: 1\nb: !!set [1]", "line 2: the tag !!set has no meaning here"),
+        ("? !!timestamp [1]\n: 2", "line 1: the tag !!timestamp has no meaning here"),
+        ("a: !!bool maybe", "line 1: maybe is no !!bool"),
+        ("a: 1\n---\nb: 2", r"job\.yaml: line 2, column 1: is neither YAML nor JSON \(expected a single document"),
+        ('a: 1\nb: "2', r"line 2, column 6: is neither .* from line 2, column 4: found unexpected end of stream"),
+        ("a: \a", r"neither YAML nor JSON \(character #x0007 at position 4"),
         ('{"a": 1e400}', r"job\.yaml: a: given 1e400, allowed: a number between"),
         ("a: " + "9" * 5000, "neither YAML nor JSON"),
     ],
-    ids=["octal", "twice", "twice as number", "lines", "ring", "aliases", "deep", "python", "documents", "json",
-         "digits"],
+    ids=["octal", "twice", "twice as number", "lines", "ring", "aliases", "deep", "python", "set", "key", "bool",
+         "documents", "quote", "bell", "json", "digits"],
 )  # fmt: skip
 def test_a_file_that_no_job_can_be_read_from_is_refused(tmp_path: Path, content: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as refused:
         job_in(tmp_path, content)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(refused.value) and "unicode string" not in str(refused.value)
 
 
 def test_aliases_and_merge_keys_are_taken(tmp_path: Path) -> None:
@@ -153,6 +159,6 @@ def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     assert job_in(tmp_path, "\ufeffa: 1") == job_in(tmp_path, '\ufeff{"a": 1}') == {"a": 1}
 
 
-def test_a_value_that_only_yaml_has_is_refused_by_its_field(tmp_path: Path) -> None:
+def test_a_value_that_no_file_has_is_refused_by_its_field() -> None:
     with pytest.raises(SpecError, match=r"seed: given date, allowed: texts, numbers"):
-        parse_job(job_in(tmp_path, "seed: !!timestamp 2024-01-02"))
+        parse_job({"seed": date(2024, 1, 2)})

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 from rookery.errors import UserError, short, single_line
 from rookery.spec import values
@@ -66,6 +67,13 @@ class _JobLoader(yaml.SafeLoader):
         return float(self.construct_scalar(node).lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
+_TAGS = {
+    yaml.ScalarNode: frozenset(_TAG + name for name in (*_NAMES, "str")),
+    yaml.SequenceNode: frozenset({_TAG + "seq"}),
+    yaml.MappingNode: frozenset({_TAG + "map"}),
+}
+"""The tags that a node may have: those of the core schema."""
+
 for _name, _pattern in _NAMES.items():
     _JobLoader.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), None)
 _JobLoader.add_constructor(_TAG + "int", _JobLoader.integer)
@@ -88,14 +96,33 @@ def read_mapping(path: Path, kind: str, needed: str) -> dict[str, Any]:
         raise UserError(f"{path}: {error}") from None
     except RecursionError:
         raise UserError(f"{path}: is nested too deep; a {kind} has a few levels") from None
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError is text that is not UTF-8, or an endless number
-        raise UserError(f"{path}: is neither YAML nor JSON ({' '.join(str(error).split())})") from None
+    except yaml.MarkedYAMLError as error:
+        raise UserError(f"{path}: {_mistake(error)}") from None
+    except ReaderError as error:
+        found = f"character #x{error.character:04x} at position {error.position + 1}: {error.reason}"
+        raise UserError(f"{path}: is neither YAML nor JSON ({found})") from None
+    except ValueError as error:  # text that is not UTF-8, or an endless number
+        raise UserError(f"{path}: is neither YAML nor JSON ({single_line(str(error))})") from None
     if data is None:
         raise UserError(f"{path}: the file is empty; a {kind} needs at least {needed}")
     if not isinstance(data, dict):
         first = ", ".join(needed.replace(" and", ",").split(", ")[:2])
         raise UserError(f"{path}: holds {type(data).__name__}, not a mapping of fields ({first}, …)")
     return data
+
+
+def _mistake(error: yaml.MarkedYAMLError) -> str:
+    """A line with the position of a mistake and, where the parser names it, the beginning of the part that it ends."""
+    position = _position(error.problem_mark or error.context_mark)
+    part = error.context or ""
+    if part and error.context_mark is not None and error.problem_mark is not None:
+        part += f" from {_position(error.context_mark)}"
+    reason = ": ".join(single_line(one) for one in (part, error.problem or "") if one)
+    return f"{position}: is neither YAML nor JSON ({reason})"
+
+
+def _position(mark: yaml.Mark | None) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}" if mark is not None else "at its end"
 
 
 def _load(content: bytes) -> Any:
@@ -126,14 +153,29 @@ def _plain_scalars(root: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, bool]]:
         count += 1
         if count > MAX_NODES:
             raise UserError(f"more than {MAX_NODES} values, those of aliases included; put rows into a JSONL file")
+        _check_tag(node)
         if isinstance(node, yaml.SequenceNode):
             left += [(entry, path) for entry in node.value]
         elif isinstance(node, yaml.MappingNode):
             for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    left.append((key, path))
                 deeper = len(path) < 2 and isinstance(key, yaml.ScalarNode) and key.tag != _MERGE
                 left.append((value, (*path, key.value) if deeper else path))
         elif isinstance(node, yaml.ScalarNode) and node.style is None:
             yield node, path in ROWS
+
+
+def _check_tag(node: yaml.Node) -> None:
+    """Raises :class:`UserError` for a tag, such as ``!!set``, that the core schema does not have, or whose pattern the
+    value does not have."""
+    name, written = node.tag.removeprefix(_TAG), short(single_line(node.tag.replace(_TAG, "!!")))
+    if node.tag not in _TAGS[type(node)]:
+        raise UserError(f"line {node.start_mark.line + 1}: the tag {written} has no meaning here; leave it out")
+    if isinstance(node, yaml.ScalarNode) and name in _NAMES and not re.fullmatch(_NAMES[name], node.value):
+        raise UserError(
+            f"line {node.start_mark.line + 1}: {short(single_line(node.value))} is no {written}; correct it"
+        )
 
 
 def _check(node: yaml.ScalarNode, loader: _JobLoader, in_rows: bool) -> None:
