@@ -760,6 +760,23 @@ def test_white_space_around_variables_of_options_means_nothing(
     assert f"{alone / 'data'} has no database" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("path", ["", "-"])
+def test_no_path_is_empty_or_a_dash(alone: Path, capsys: pytest.CaptureFixture[str], path: str) -> None:
+    for command in (("run", path), ("trace", path), ("jobs", "export", "sums", path), ("run", "x", "--adapter", path),
+                    ("plan", "--jobs", path), ("backup", path), ("serve", "--data", path),
+                    ("doctor", "--cache", path)):  # fmt: skip
+        assert call(*command) == 2
+        assert f"given '{path}', allowed:" in capsys.readouterr().err
+    assert not (alone / "-").exists()
+
+
+def test_a_key_that_no_header_can_hold_is_refused_in_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for key in ("tml-ü", "tml-\u201cx\u201d"):
+        assert call("jobs", "list", "--url", "http://127.0.0.1:9", "--key", key) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("rookery: the API key has characters that no key has")
+
+
 def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("explode") == 2
     assert call("jobs", "show") == 2

@@ -20,7 +20,7 @@ import typer
 from rich.text import Text
 
 from rookery import machine
-from rookery.cli.options import FAILED, Cli, with_options
+from rookery.cli.options import FAILED, Cli, folder_option, with_options
 from rookery.cli.output import print_json, show
 from rookery.client import Client, Record
 from rookery.cluster.base import PRELOAD, preloaded
@@ -77,7 +77,7 @@ class Finding:
 @with_options
 def doctor(
     cli: Cli,
-    cache: Annotated[Path | None, typer.Option(help="The folder of base models.", envvar="ROOKERY_CACHE")] = None,
+    cache: Annotated[Path | None, folder_option(help="The folder of base models.", envvar="ROOKERY_CACHE")] = None,
 ) -> None:
     """Check what this machine can do, and show how to fix what is missing. Exit code 1 if something required is."""
     wrong: list[Finding] = []

@@ -48,12 +48,29 @@ R = TypeVar("R")
 
 def path_option(*names: str, **more: Any) -> Any:
     """An option for a path. A shell leaves the ``~`` of ``--option=~/folder``: it is replaced here."""
-    return typer.Option(*names, parser=named_path, metavar="PATH", **more)
+    return typer.Option(*names, parser=_path, metavar="PATH", **more)
 
 
 def path_argument(**more: Any) -> Any:
     """An argument for a path, in which ``~`` is replaced."""
-    return typer.Argument(parser=named_path, **more)
+    return typer.Argument(parser=_path, **more)
+
+
+def _path(given: str | Path) -> Path:
+    """The path, which is neither empty nor ``-``: no command reads a file from standard input or writes one to
+    standard output."""
+    return named_path(_written(given))
+
+
+def folder_option(*names: str, **more: Any) -> Any:
+    """An option for a folder with a setting, which replaces its ``~``."""
+    return typer.Option(*names, parser=lambda given: Path(_written(given)), metavar="PATH", **more)
+
+
+def _written(given: str | Path) -> str | Path:
+    if str(given) in ("", "-"):
+        raise typer.BadParameter(f"given '{given}', allowed: a path; a file of the name - is ./-")
+    return given
 
 
 def number_option(*names: str, **more: Any) -> Any:
@@ -138,7 +155,7 @@ class Cli:
 
 UrlOption = Annotated[str | None, typer.Option("--url", help="The service's address.", envvar="ROOKERY_URL")]
 KeyOption = Annotated[str | None, typer.Option("--key", help="An API key.", envvar="ROOKERY_KEY", show_envvar=True)]
-DataOption = Annotated[Path | None, typer.Option("--data", help="The data folder.", envvar="ROOKERY_DATA")]
+DataOption = Annotated[Path | None, folder_option("--data", help="The data folder.", envvar="ROOKERY_DATA")]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document, for scripts; while a job is followed, one per line.")
 ]

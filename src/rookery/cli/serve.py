@@ -11,7 +11,7 @@ import typer
 
 from rookery.aio import run_to_end
 from rookery.children import child_variables, interpreter
-from rookery.cli.options import FAILED, REFUSED, DataOption, number_option
+from rookery.cli.options import FAILED, REFUSED, DataOption, folder_option, number_option
 from rookery.cluster.base import preloaded
 from rookery.errors import UserError
 from rookery.settings import WORKER_SETTINGS, Settings, token_of, variable_notes
@@ -75,7 +75,7 @@ def worker(
     engine: Annotated[str | None, typer.Option(help="auto, native, transformers, or vllm.")] = None,
     vllm_url: Annotated[str | None, typer.Option(help="A running vllm serve to front, with --engine vllm.")] = None,
     name: Annotated[str | None, typer.Option(help="The worker's name; by default the machine's.")] = None,
-    cache: Annotated[Path | None, typer.Option(help="The folder of base models.", envvar="ROOKERY_CACHE")] = None,
+    cache: Annotated[Path | None, folder_option(help="The folder of base models.", envvar="ROOKERY_CACHE")] = None,
 ) -> None:
     """Load a base model and work for a service on any machine; ROOKERY_TOKEN holds a key of the role worker, such as
     worker.token in its data folder. Ctrl-C or SIGTERM drains first."""

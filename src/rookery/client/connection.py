@@ -151,10 +151,12 @@ class HttpConnection:
         )
         try:
             made = httpx.Client(base_url=self.url, transport=way, headers=headers, trust_env=False)
-        except (httpx.InvalidURL, UnicodeEncodeError) as error:
+        except UnicodeEncodeError:
             raise errors.UserError(
-                f"{self.url} with this key cannot be used ({error}); check ROOKERY_URL, ROOKERY_KEY"
+                "the API key has characters that no key has: letters, digits and dashes; copy it again (ROOKERY_KEY)"
             ) from None
+        except httpx.InvalidURL as error:
+            raise errors.UserError(f"{self.url} cannot be used ({error}); check ROOKERY_URL") from None
         return self._opened.setdefault(os.getpid(), made)
 
     def call(self, method: str, path: str, *, seconds: float | None = None, **request: Any) -> Any:
