@@ -106,7 +106,7 @@ def fill(service: EmbeddedService) -> None:
     shared: dict[str, Any] = {"tenant": admin.id, "hash": "f" * 64, "created": 0.0}
     weights = {"manifest": Manifest(hash="0" * 64, shards=[]), "policy": policy.id, "version": -1}
     templates: dict[str, tuple[Base, dict[str, str]]] = {
-        "jobs": (first, {"id": "printf('job-%06d', i)", "created": TIME, "idempotency_key": "NULL"}),
+        "jobs": (first, {"id": "printf('job-%06d', i)", "created": TIME, "number": "-i", "idempotency_key": "NULL"}),
         "uploads": (
             UploadRow(**shared, kind="dataset", size=1),
             {"hash": "printf('%064d', i)", "created": TIME},

@@ -229,13 +229,15 @@ def test_a_sqlite_file_has_one_service(name: str, tmp_path: Path) -> None:
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_name_means_the_newest_job_of_that_name(database: Database) -> None:
-    """Whatever ids and names are like."""
+@pytest.mark.parametrize("clock", [1.0, 0.0, -1.0])
+def test_a_name_means_the_newest_job_of_that_name(database: Database, clock: float) -> None:
+    """Whatever ids and names are like, and where the wall clock is set back; so do the jobs that a start takes up."""
     for number, (id, name) in enumerate(
         [("j1", "sums"), ("j2", "sums"), ("j3", "j1"), ("j4", "sums"), ("j5", "other")]
     ):
-        row = JobRow(id=id, tenant="alice", name=name, spec={}, created=float(number))
+        row = JobRow(id=id, tenant="alice", name=name, spec={}, created=clock * number)
         database.write(jobs.submit_job, row, [])
+    assert [row.id for row in database.read(jobs.all_unfinished_jobs)] == ["j1", "j2", "j3", "j4", "j5"]
     database.write(jobs.submit_job, JobRow(id="b1", tenant="bob", name="sums", spec={}, created=99.0), [])
     named = {"sums": "j4", "sums~0": "j4", "sums~1": "j2", "sums~2": "j1", "j1": "j1", "j1~0": "j3", "j3": "j3",
              "other": "j5", "b1": None, "sums~3": None, "sums~": None, "sums~-1": None, "sums~1~1": None, "~1": None,
@@ -436,8 +438,8 @@ def test_recent_episodes_and_their_trimming(database: Database) -> None:
     assert last.episodes[0].turns == b"turns"
 
 
-def test_trimming_keeps_the_text_that_ended_last_and_all_that_is_needed() -> None:
-    """Whatever order episodes end in, at equal times too: as a look at the whole history would."""
+def test_trimming_keeps_the_newest_text_that_has_ended_and_all_that_is_needed() -> None:
+    """Whatever order episodes end in, whatever the wall clock says: as a look at the whole history would."""
     database, names = Database("sqlite://"), (f"job{number}" for number in itertools.count())
     database.create()
     database.write(tenants.create_tenant, "alice", "alice", 0.0)
@@ -450,23 +452,23 @@ def test_trimming_keeps_the_text_that_ended_last_and_all_that_is_needed() -> Non
         members = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
         groups = [new_group(number, members=count, job=job) for number, count in enumerate(members)]
         database.write(jobs.add_groups, job, groups)
-        ended: dict[str, tuple[float, str]] = {}
+        places = {one.id: (-group.ordinal, one.member) for group in groups for one in group.episodes}
+        ended: set[str] = set()
         states: dict[str, str] = {}
         for member in data.draw(st.permutations([one for group in groups for one in group.episodes])):
             if data.draw(st.booleans()):
                 time, texts = float(data.draw(st.integers(1, 4))), data.draw(st.sampled_from([b"", b"text"]))
-                ended[member.id] = (-time, member.id)
+                ended.add(member.id)
                 database.write(jobs.finish_episode, member.id, time, trajectories=texts)
         for group in groups:
             complete = all(one.id in ended for one in group.episodes)
             states[group.id] = data.draw(st.sampled_from(["open", "failed", *(["ready"] if complete else [])]))
             if states[group.id] != "open":
                 database.write(jobs.finish_group, group.id, states[group.id], 5.0)
-                for one in group.episodes:
-                    ended.setdefault(one.id, (-5.0, one.id))
+                ended |= {one.id for one in group.episodes}
         keep = data.draw(st.integers(0, 8))
         before = {episode.id: episode.trajectories for episode in stored_rows(database, EpisodeRow, job)}
-        recent = {id for _, id in sorted(ended.values())[:keep]}
+        recent = {*sorted(ended, key=places.__getitem__)[:keep]}
         trimmed = {one.id for group in groups for one in group.episodes
                    if states[group.id] == "failed" and one.id not in recent}  # fmt: skip
         assert database.write(jobs.trim_episodes, job, keep) == len([id for id in trimmed if before[id]])
@@ -1231,9 +1233,11 @@ def test_evaluations_are_read_without_their_answers(database: Database, metric: 
         ([0.0] * 41, 1000, list(range(41))),
     ],
 )
+@pytest.mark.parametrize("clock", [1.0, -1.0])
 def test_answers_of_old_evaluations_are_deleted(
-    database: Database, means: list[float], keep: int, whole: list[int]
+    database: Database, means: list[float], keep: int, whole: list[int], clock: float
 ) -> None:
+    """Also where the wall clock was set back meanwhile."""
     submit(database)
     lease = database.write(jobs.next_lease, "job-main")
     held_out = [{"prompt": "a" * 1000, "answer": "b"}]
@@ -1241,7 +1245,7 @@ def test_answers_of_old_evaluations_are_deleted(
         commit(database, lease, version - 1 if version else None, [], version)
         database.write(
             version_rows.add_evaluation, policy="job-main", version=version, prompts=4, mean=mean, stderr=0.0,
-            created=float(version), results={"split": "eval", "seed": 1, "loss": mean, "held_out": held_out},
+            created=clock * version, results={"split": "eval", "seed": 1, "loss": mean, "held_out": held_out},
         )  # fmt: skip
     emptied = list(iter(partial(database.write, version_rows.trim_evaluations, "job", keep), 0))
     assert sum(emptied) == len(means) - len(whole)

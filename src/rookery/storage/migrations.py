@@ -176,9 +176,21 @@ def _revision_0003(op: Operations) -> None:
         op.create_index(f"{name}_by_hash", name, ["hash", "kept"])
 
 
+def _revision_0004(op: Operations) -> None:
+    op.add_column("jobs", Column("number", BigInteger, nullable=False, server_default="0"))
+    jobs, connection = table("jobs", column("id"), column("created"), column("number")), op.get_bind()
+    oldest_first = connection.execute(select(jobs.c.id).order_by(jobs.c.created, jobs.c.id)).scalars().all()
+    for number, id in enumerate(oldest_first, 1):
+        connection.execute(update(jobs).where(jobs.c.id == id).values(number=number))
+    op.create_index("jobs_by_number", "jobs", ["number"])
+    op.create_index("jobs_of_tenant", "jobs", ["tenant", "number"])
+    op.drop_index("evaluations_by_time", "evaluations")
+
+
 REVISIONS: dict[str, Callable[[Operations], None]] = {
     "0002": _revision_0002,
     "0003": _revision_0003,
+    "0004": _revision_0004,
 }
 """The change that leads to each later revision, in order."""
 

@@ -111,6 +111,8 @@ class JobRow(OwnedRow, kw_only=True):
     __table_args__ = (
         UniqueConstraint("tenant", "idempotency_key"),
         Index("jobs_by_time", "tenant", "created", "id"),
+        Index("jobs_by_number", "number"),
+        Index("jobs_of_tenant", "tenant", "number"),
     )
 
     id: Mapped[Id]
@@ -135,6 +137,8 @@ class JobRow(OwnedRow, kw_only=True):
     """Crashes of the service that it was shown to have caused, since it last trained a step or ran for a while."""
     resumes: Mapped[bool] = mapped_column(default=False)
     """It was paused by an outage and resumes by itself."""
+    number: Mapped[int] = mapped_column(default=0)
+    """Larger than that of each job before it: the wall clock may be set back."""
 
 
 class PolicyRow(OwnedRow, kw_only=True):
@@ -266,10 +270,7 @@ class GroupRow(OwnedRow, kw_only=True):
 
 class EvaluationRow(OwnedRow):
     __tablename__ = "evaluations"
-    __table_args__ = (
-        Index("evaluations_by_job", "job", "policy", "version"),
-        Index("evaluations_by_time", "job", "created"),
-    )
+    __table_args__ = (Index("evaluations_by_job", "job", "policy", "version"),)
 
     policy: Mapped[OfPolicy]
     version: Mapped[Number]

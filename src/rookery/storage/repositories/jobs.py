@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sqlalchemy import (
@@ -146,6 +146,8 @@ def submit_job(
     policy begins was."""
     if connection.execute(select(TenantRow.deleted).filter_by(id=row.tenant)).scalar() is not None:
         raise NotFound(f"tenant {row.tenant} is deleted")
+    newest = select(func.coalesce(func.max(JobRow.number), 0))
+    row = replace(row, number=connection.execute(newest).scalar_one() + 1)
     stored, created = add_or_find(connection, row, tenant=row.tenant, idempotency_key=row.idempotency_key)
     if created and policies:
         for policy in policies:
@@ -185,7 +187,7 @@ def find_job(connection: Connection, tenant: str, job: str) -> JobRow:
         return row
     if (parts := NTH_NAME.fullmatch(job)) is not None:
         named, before = select(JobRow).filter_by(tenant=tenant, name=parts["name"]), int(parts["before"] or 0)
-        newest_first = named.order_by(JobRow.created.desc(), JobRow.id)
+        newest_first = named.order_by(JobRow.number.desc())
         if found := fetch_all(connection, JobRow, newest_first.offset(before).limit(1)):
             return found[0]
     raise NotFound(f"no job {job}")
@@ -204,7 +206,7 @@ def base_models(connection: Connection, tenant: str) -> dict[str, str]:
 
 def all_unfinished_jobs(connection: Connection) -> list[JobRow]:
     """Of every tenant, oldest first: the jobs that a starting controller takes up."""
-    return rows(connection, JobRow, JobRow.finished.is_(None), order_by=(JobRow.created, JobRow.id))
+    return rows(connection, JobRow, JobRow.finished.is_(None), order_by=(JobRow.number,))
 
 
 _SINK = "sink/"
@@ -228,7 +230,7 @@ def jobs_with_open_sinks(connection: Connection, since: float) -> list[JobRow]:
     marks = connection.execute(select(MetaRow.name).where(MetaRow.name.startswith(_SINK))).scalars()
     marked = JobRow.id.in_({mark.split("/")[1] for mark in marks})
     which = JobRow.finished.is_(None) | (JobRow.finished > since) | marked
-    return rows(connection, JobRow, which, order_by=(JobRow.created, JobRow.id))
+    return rows(connection, JobRow, which, order_by=(JobRow.number,))
 
 
 def _sink_mark(job: str, number: int | str) -> str:
@@ -479,12 +481,14 @@ def recent_episodes(
 
 
 def trim_episodes(connection: Connection, job: str, keep: int, at_once: int = TRIMMED_AT_ONCE) -> int:
-    """Empty turns and trajectories of all but the ``keep`` episodes that ended last, and the prompts of groups without
-    one of these, where nothing needs them any more (the group is closed and does not wait to be trained on). Returns
-    the number of emptied episodes. Read are the groups since the last call, not the job's whole history: the text of a
-    group that waited much longer than others to be trained on may stay until the job ends."""
-    newest = select(EpisodeRow.id, EpisodeRow.group_id).where(EpisodeRow.job == job, EpisodeRow.finished.is_not(None))
-    recent = newest.order_by(EpisodeRow.finished.desc(), EpisodeRow.id).limit(keep).subquery()
+    """Empty turns and trajectories of all but the last ``keep`` episodes that have ended, by the ordinals of their
+    groups, and the prompts of groups without one of these, where nothing needs them any more (the group is closed and
+    does not wait to be trained on). Returns the number of emptied episodes. Read are the groups since the last call,
+    not the job's whole history: the text of a group that waited much longer than others to be trained on may stay until
+    the job ends."""
+    newest = select(EpisodeRow.id, EpisodeRow.group_id).join(GroupRow, GroupRow.id == EpisodeRow.group_id)
+    newest = newest.where(GroupRow.job == job, EpisodeRow.finished.is_not(None))
+    recent = newest.order_by(GroupRow.ordinal.desc(), EpisodeRow.member).limit(keep).subquery()
     full = (func.length(EpisodeRow.turns) > 0) | (func.length(EpisodeRow.trajectories) > 0)
     columns = (GroupRow.id, GroupRow.ordinal, GroupRow.state, func.length(GroupRow.prompt).label("asked"))
     newest_first = select(*columns).where(GroupRow.job == job).order_by(GroupRow.ordinal.desc())

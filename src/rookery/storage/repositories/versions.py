@@ -183,7 +183,7 @@ def kept_versions(connection: Connection, tenant: str) -> list[tuple[str, str, i
     query = select(JobRow.id, PolicyRow.name, count, VersionRow.version, VersionRow.created)
     query = query.join(PolicyRow, PolicyRow.job == JobRow.id).join(VersionRow, VersionRow.policy == PolicyRow.id)
     query = query.where(JobRow.tenant == tenant, VersionRow.kept.is_(True))
-    query = query.order_by(JobRow.created.desc(), JobRow.id.desc(), PolicyRow.name, VersionRow.version.desc())
+    query = query.order_by(JobRow.number.desc(), PolicyRow.name, VersionRow.version.desc())
     return [tuple(row) for row in connection.execute(query)]
 
 
@@ -353,9 +353,9 @@ def evaluated(connection: Connection, tenant: str, job: str) -> set[tuple[str, i
 
 
 def first_evaluation(connection: Connection, tenant: str, job: str) -> EvaluationRow | None:
-    """The first evaluation whose prompts are kept: all have the same. None for a job without one."""
+    """The evaluation of the first version whose prompts are kept: all have the same. None for a job without one."""
     query = select(EvaluationRow).filter_by(tenant=tenant, job=job, kept=True)
-    order = (EvaluationRow.created, EvaluationRow.policy, EvaluationRow.version)
+    order = (EvaluationRow.version, EvaluationRow.policy)
     return fetch_one(connection, EvaluationRow, query.order_by(*order).limit(1))
 
 
@@ -365,12 +365,12 @@ holds up nobody."""
 
 
 def trim_evaluations(connection: Connection, job: str, keep: int) -> int:
-    """Delete the prompts and answers of all but the job's newest evaluations, of ``keep`` prompts together, and the
-    first, the newest and the best one of each policy. Returns the number of those that were emptied: there may be more
-    of them after :data:`EVALUATIONS_AT_ONCE`."""
+    """Delete the prompts and answers of all but the evaluations of the job's newest versions, of ``keep`` prompts
+    together, and the first, the newest and the best one of each policy. Returns the number of those that were emptied:
+    there may be more of them after :data:`EVALUATIONS_AT_ONCE`."""
     key = (EvaluationRow.policy, EvaluationRow.version)
     query = select(*key, EvaluationRow.prompts, EvaluationRow.mean).filter_by(job=job, kept=True)
-    found = connection.execute(query.order_by(EvaluationRow.created.desc(), *key)).all()
+    found = connection.execute(query.order_by(EvaluationRow.version.desc(), EvaluationRow.policy)).all()
     newest = {row.policy: row for row in reversed(found)}
     first = {row.policy: row for row in found}
     best = {policy: max((row for row in found if row.policy == policy), key=lambda row: row.mean) for policy in first}
