@@ -154,17 +154,21 @@ class MemoryController(rookery.Environment):
 # --- searches that call the simulator as often ------------------------------------------------------------------------
 
 
-def random_search(workload: Workload, calls: int, draw: Random) -> float:
+Simulator = Callable[[Workload, Design], float]
+"""Scores a design: :func:`score`."""
+
+
+def random_search(workload: Workload, calls: int, draw: Random, simulate: Simulator = score) -> float:
     """The best score of ``calls`` different designs drawn at random."""
-    return max(score(workload, design) for design in draw.sample(DESIGNS, min(calls, len(DESIGNS))))
+    return max(simulate(workload, design) for design in draw.sample(DESIGNS, min(calls, len(DESIGNS))))
 
 
-def hill_climbing(workload: Workload, calls: int, draw: Random) -> float:
+def hill_climbing(workload: Workload, calls: int, draw: Random, simulate: Simulator = score) -> float:
     """The best score of a climb by single changes, which begins again elsewhere at every summit."""
     best, left = 0.0, calls
     while left > 0:
         here = draw.choice(DESIGNS)
-        height = score(workload, here)
+        height = simulate(workload, here)
         left -= 1
         best = max(best, height)
         steps = neighbours(here)
@@ -172,7 +176,7 @@ def hill_climbing(workload: Workload, calls: int, draw: Random) -> float:
         while steps and left > 0:
             there = steps.pop()
             left -= 1
-            if (reached := score(workload, there)) > height:
+            if (reached := simulate(workload, there)) > height:
                 here, height = there, reached
                 steps = neighbours(here)
                 draw.shuffle(steps)

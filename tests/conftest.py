@@ -53,6 +53,13 @@ def reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Reach:
 
 
 @pytest.fixture
+def s3_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables with which a client of S3 signs."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+
+
+@pytest.fixture
 async def service(tmp_path: Path) -> AsyncIterator[Service]:
     """A controller in this process, to which a test brings workers and hosts."""
     service = Service(tmp_path)

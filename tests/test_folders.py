@@ -7,6 +7,8 @@ import errno
 import fcntl
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -197,20 +199,24 @@ def test_no_place_for_temporary_files_is_refused_with_its_setting(
 
 
 def test_a_command_without_a_temporary_folder_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     """A read-only root without a volume at /tmp."""
     job = tmp_path / "job.yaml"
     job.write_text("{name: a, base_model: b, environment: {id: calculator}, stop: {steps: 1}}")
-    monkeypatch.chdir("/proc")  # the last folder that the library tries
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
-    monkeypatch.delenv("ROOKERY_URL", raising=False)
-    monkeypatch.setenv("ROOKERY_PORT", "9")
-    with pytest.raises(SystemExit) as ended:
-        main(["run", str(job), "--dry-run", "--data", str(tmp_path / "data")])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1 and "set TMPDIR to a folder" in said, said
+    program = (
+        "import sys, tempfile\n"
+        "tempfile._candidate_tempdir_list = lambda: ['/proc/none']\n"
+        "from rookery.cli import main\n"
+        "main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", program, "run", str(job), "--dry-run", "--data", str(tmp_path / "data")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ROOKERY_")}
+    ended = subprocess.run(
+        command, cwd="/proc", env={**environment, "ROOKERY_PORT": "9"}, capture_output=True, text=True, timeout=120
+    )  # in the last folder that the library tries
+    said = ended.stderr
+    assert ended.returncode == 2 and said.count("\n") == 1 and "set TMPDIR to a folder" in said, said
 
 
 SOURCE = Path(__file__).parents[1] / "src" / "rookery"

@@ -254,10 +254,8 @@ def test_each_file_that_opens_connections_has_its_limits_in_the_table() -> None:
     ids=[f"{call.__name__}-{name}" for call, names in CALLS for name in names],
 )
 def test_a_server_that_sends_next_to_nothing_is_given_up(
-    call: Callable[[str, Path], object], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Callable[[str, Path], object], name: str, tmp_path: Path, s3_keys: None
 ) -> None:
-    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(variable, "test")
     began = time.monotonic()
     with endless(*BEGINNINGS[name]) as url, pytest.raises(Exception) as raised:
         done = call(url, tmp_path)

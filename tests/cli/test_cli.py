@@ -11,9 +11,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import requires
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,10 +33,10 @@ from tests.support.traces import check
 
 import rookery
 from rookery.cli import main
-from rookery.cli.doctor import EXTRAS, bf16_finding, kernels_finding
+from rookery.cli.doctor import EXTRAS, accelerator_finding, bf16_finding, kernels_finding
 from rookery.cli.options import check_child
 from rookery.client import Client, Job, Record
-from rookery.errors import REFUSED_BY_DISK, NotFound, RookeryError, TooManyRequests, UserError
+from rookery.errors import REFUSED_BY_DISK, NotFound, RookeryError, UserError
 from rookery.server.launcher import EmbeddedService
 from rookery.server.schemas import TenantLimits
 from rookery.settings import CLIENT_SETTINGS, Settings
@@ -474,27 +476,35 @@ def test_options_of_run_that_would_have_no_effect_are_refused_before_it(
     assert "never" not in capsys.readouterr().out
 
 
-def test_a_refusal_that_time_lifts_has_the_exit_code_of_a_failure(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(client: Client, *given: Any, **options: Any) -> Any:
-        raise TooManyRequests("too many requests", 1.0)
+class Refusing(BaseHTTPRequestHandler):
+    """A service whose limits this client has passed."""
 
-    monkeypatch.setattr(Client, "views", refuse)
-    assert call("jobs", "list") == 1
+    def do_GET(self) -> None:
+        content = b'{"error": "too many requests"}'
+        self.send_response(429)
+        self.send_header("Retry-After", "60")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def test_a_refusal_that_time_lifts_has_the_exit_code_of_a_failure(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert call("jobs", "list", ROOKERY_URL=f"http://127.0.0.1:{server.server_port}") == 1
+        server.shutdown()
     assert capsys.readouterr().err == "rookery: too many requests\n"
 
 
-def test_doctor_reports_a_driver_that_does_not_answer(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hanging = here / "nvidia-smi"
+def test_doctor_reports_a_driver_that_does_not_answer(tmp_path: Path) -> None:
+    hanging = tmp_path / "nvidia-smi"
     hanging.write_text("#!/bin/sh\nexec sleep 60\n")
     hanging.chmod(0o755)
-    monkeypatch.setattr("rookery.cli.doctor.GPU_SECONDS", 0.1)
-    assert call("doctor", "--json", PATH=f"{here}{os.pathsep}{os.environ['PATH']}") in (0, 1)
-    found = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
-    assert "does not answer" in found["GPU"]["found"] and "service" in found
+    assert "does not answer within 0.1 s" in accelerator_finding(str(hanging), 0.1).found
 
 
 def test_doctor_knows_every_extra() -> None:

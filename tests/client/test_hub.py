@@ -124,7 +124,6 @@ def stubbed() -> Iterator[Hub]:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with stubbed() as hub:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)  # as HF_ENDPOINT sets it
-        monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", hub.url)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True, raising=False)
         monkeypatch.setenv("HF_TOKEN", hub.token)
         yield hub

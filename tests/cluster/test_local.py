@@ -538,9 +538,13 @@ class StubbedRay:
         self.found = [{"NodeID": "head", "NodeManagerAddress": "1.1.1.1", "Alive": True, "Labels": {}, "Resources": {}}]
         self.draining: Callable[[], set[str]] = set
         groups = Mock(placement_group=Mock(return_value=None))
+        here = Mock(nodes=lambda: self.found, get_runtime_context=lambda: Mock(get_job_id=lambda: "job"))
+        here._private.state.state.get_draining_nodes = lambda: self.draining()
+        stored = Mock(internal_kv=Mock(_internal_kv_list=lambda prefix: []))
         self.modules = {
-            "ray": Mock(nodes=lambda: self.found), "ray.util": Mock(), "ray.util.placement_group": groups,
+            "ray": here, "ray.util": Mock(), "ray.util.placement_group": groups,
             "ray.util.scheduling_strategies": Mock(),
+            "ray.autoscaler": Mock(), "ray.autoscaler.sdk": Mock(), "ray.experimental": stored,
         }  # fmt: skip
 
 
@@ -550,8 +554,6 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> StubbedRay:
     stub = StubbedRay()
     for name, module in stub.modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(ray, "draining_nodes", lambda: stub.draining())
-    monkeypatch.setattr(ray, "scale_to", lambda wanted: None)
     return stub
 
 

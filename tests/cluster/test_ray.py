@@ -376,6 +376,7 @@ scale_to([])
 """
 
 
+@pytest.mark.usefixtures("without_gpus")
 def test_the_autoscaler_is_asked_for_the_nodes_of_all_workers(tmp_path: Path, model: str) -> None:
     """Ray has one request: those of several base models are joined. It ends with the service."""
     from ray._raylet import GcsClient
@@ -383,7 +384,6 @@ def test_the_autoscaler_is_asked_for_the_nodes_of_all_workers(tmp_path: Path, mo
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_enable_autoscaler_v2", "1")
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": HEALTH})
         gcs = GcsClient(cluster.address)

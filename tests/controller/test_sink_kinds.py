@@ -195,10 +195,9 @@ async def test_a_run_keeps_no_more_of_a_summary_than_the_service_writes() -> Non
     assert not {"nested", "text", "x" * 251, "_"} & {*kept}
 
 
-async def test_the_largest_summary_can_be_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rookery.controller.wandb_run.EVALUATIONS", 4)
+async def test_the_largest_summary_can_be_read_again() -> None:
     stub = WandbStub()
-    run = WandbRun(asking(stub), "sinks.0.url", "sums", None, "job-1")
+    run = WandbRun(asking(stub), "sinks.0.url", "sums", None, "job-1", most_evaluations=4)
     await run.open("sums", 9.0, {})
     name = "x" * (NAME_LENGTH - 4)
     await run.write([Figure(f"{name}{number:04}", -1.2345678901234567e-123, 1, 10.0) for number in range(1000)], 1)

@@ -7,9 +7,7 @@ import importlib
 import importlib.util
 import itertools
 import json
-import os
 import shutil
-import sys
 import tracemalloc
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import faulty
 from tests.support.draws import examples
+from tests.support.libraries import installed
 
 from rookery.environments.base import Environment, Reply, Split
 from rookery.environments.builtins import BUILTINS, find
@@ -501,15 +500,10 @@ def create_dataset(task, size, seed, **config):
 
 
 @pytest.fixture
-def gym(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gym(tmp_path: Path) -> Iterator[None]:
     """A library in the place of reasoning-gym, here and in the processes that score."""
-    (tmp_path / "reasoning_gym").mkdir()
-    (tmp_path / "reasoning_gym" / "__init__.py").write_text(GYM)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
-    yield
-    sys.modules.pop("reasoning_gym", None)
+    with installed(tmp_path, "reasoning_gym", GYM):
+        yield
 
 
 def test_reasoning_gym_holds_out_other_entries(gym: None) -> None:
@@ -656,15 +650,10 @@ def test_a_task_that_runs_replies_as_code_is_scored_in_the_sandbox(
 @pytest.fixture(scope="module")
 def puzzles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
     """A task of the stand-in library that runs replies."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("gym")
-        folder.chmod(0o755)  # the sandbox reads it as another user
-        (folder / "reasoning_gym").mkdir()
-        (folder / "reasoning_gym" / "__init__.py").write_text(GYM)
-        patch.syspath_prepend(folder)
-        patch.delitem(sys.modules, "reasoning_gym", raising=False)
+    folder = tmp_path_factory.mktemp("gym")
+    folder.chmod(0o755)  # the sandbox reads it as another user
+    with installed(folder, "reasoning_gym", GYM):
         yield find("reasoning-gym")({"task": "puzzle24", "size": 5, "eval_size": 0})
-    sys.modules.pop("reasoning_gym", None)
 
 
 @pytest.mark.usefixtures("no_programs")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rookery.environments import judges
 from rookery.environments.base import Reply
 from rookery.environments.builtins import find
 from rookery.environments.judges import parse_judges, set_judges
@@ -24,6 +23,10 @@ class Endpoint(ThreadingHTTPServer):
     seen: list[tuple[str, str | None, Any]]
     busy: list[int]
     """Statuses of the next answers, before the first good one."""
+
+    @property
+    def setting(self) -> str:
+        return f"strict=http://127.0.0.1:{self.server_port}/v1 large JUDGE_KEY"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -52,7 +55,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     server.seen, server.busy = [], []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    set_judges(f"strict=http://127.0.0.1:{server.server_port}/v1 large JUDGE_KEY")
+    set_judges(server.setting)
     yield server
     set_judges("")
     server.shutdown()
@@ -93,11 +96,11 @@ def test_a_judge_that_fails_fails_the_episode(endpoint: Endpoint) -> None:
         judged({"model": "strict"})
 
 
-def test_a_judge_that_is_busy_is_asked_again(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_that_is_busy_is_asked_again(endpoint: Endpoint) -> None:
     endpoint.busy = [429, 503, 529, 429]
-    monkeypatch.setattr(judges, "FIRST_PAUSE", 0.01)
+    set_judges(endpoint.setting, first_pause=0.01)
     assert judged({"model": "strict"}).reward == 0.7 and len(endpoint.seen) == 5
-    monkeypatch.setattr(judges, "REPEAT_SECONDS", 0.05)
+    set_judges(endpoint.setting, first_pause=0.01, repeat_seconds=0.05)
     endpoint.busy = [503] * 100
     with pytest.raises(UserError, match=r"judge strict: .* answers 503"):
         judged({"model": "strict"})

@@ -27,9 +27,8 @@ from tests.support.draws import examples
 from tests.support.processes import runs
 from tests.support.waiting import until
 
-from rookery.environments import warm_processes
 from rookery.environments.builtins import find
-from rookery.environments.verifiers import pool, verifiers
+from rookery.environments.verifiers import pool
 from rookery.environments.verifiers.expressions import reply_latex
 from rookery.environments.verifiers.texts import folded
 from rookery.environments.verifiers.verifiers import VERIFIERS, Exact, Json, Math, Number, Regex
@@ -804,12 +803,11 @@ def test_answers_that_math_verify_cannot_read_are_refused_with_their_row() -> No
 
 
 @needs_math
-def test_reading_answers_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_answers_is_bounded_in_time() -> None:
     rows = [{"answer": f"x+{number}"} for number in range(40)] + [{"answer": "?"}]
     index, _ = MATH.first_unread(rows) or (0, "")
     assert index == 40
-    monkeypatch.setattr(verifiers, "ANSWERS_SECONDS", -1.0)
-    assert MATH.first_unread(rows) is None
+    assert MATH.first_unread(rows, seconds=-1.0) is None
     with pytest.raises(ValueError, match=r'answer is "\?", in which math-verify finds no expression'):
         MATH.score("1", rows[-1])
 
@@ -902,16 +900,13 @@ def test_replies_that_run_away_delay_no_other_and_cost_no_import(ours: Callable[
 
 
 @needs_math
-def test_an_unused_judge_keeps_no_process(ours: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unused_judge_keeps_no_process(ours: Callable[[], set[int]]) -> None:
     """And is asked again without a reply being lost, whenever that is."""
-    monkeypatch.setattr(warm_processes, "IDLE_SECONDS", 0.05)
-    same = judge()
-    for wait in (0.0, 0.05):
-        assert same("2", "2") is True
-        time.sleep(wait)
-    until(lambda: not ours())
-    with pytest.raises(ValueError, match="math-verify finds no expression"):
-        same("2", "?")
+    math = pool.VerifierPool("math", idle_seconds=0.05)
+    for _ in range(2):
+        assert math.score({"answers": ["2", "?"]}) == [True, False]
+        until(lambda: not ours())
+    math.close()
 
 
 @needs_math

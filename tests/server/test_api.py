@@ -10,7 +10,6 @@ import math
 import re
 import socket
 import stat
-import sys
 import tarfile
 import threading
 import tracemalloc
@@ -23,6 +22,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.support.faces import MODEL, ThreadedWorker, adapter_files, job, served
+from tests.support.libraries import installed
 from tests.support.waiting import until
 
 from rookery.controller import episode_views, views
@@ -197,19 +197,14 @@ def test_wrong_job_is_refused_with_reasons_and_not_created(faces: Faces, change:
     assert len(faces.ada.get("/api/v1/jobs").json()) == before
 
 
-def test_library_environment_is_created_by_its_host_not_by_the_service(
-    faces: Faces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_library_environment_is_created_by_its_host_not_by_the_service(faces: Faces, tmp_path: Path) -> None:
     """The service runs in this process, its checks and its host in others, which may or may not have the library."""
-    (tmp_path / "reasoning_gym").mkdir()
-    (tmp_path / "reasoning_gym" / "__init__.py").write_text("raise AssertionError('run in the service')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
-    absent = job(environment={"id": "reasoning-gym", "task": "absent"})
-    line = refused(faces.ada.post("/api/v1/jobs/dry-run", json=absent), 422)
-    assert "reasoning-gym: not installed" in line or line.startswith("prompts('train'): ")
-    wrong = job(environment={"id": "reasoning-gym", "task": "absent", "size": 0})
-    assert "environment.size" in refused(faces.ada.post("/api/v1/jobs", json=wrong), 422)
+    with installed(tmp_path, "reasoning_gym", "raise AssertionError('run in the service')"):
+        absent = job(environment={"id": "reasoning-gym", "task": "absent"})
+        line = refused(faces.ada.post("/api/v1/jobs/dry-run", json=absent), 422)
+        assert "reasoning-gym: not installed" in line or line.startswith("prompts('train'): ")
+        wrong = job(environment={"id": "reasoning-gym", "task": "absent", "size": 0})
+        assert "environment.size" in refused(faces.ada.post("/api/v1/jobs", json=wrong), 422)
 
 
 def test_dry_run_shows_the_whole_job_and_three_prompts(faces: Faces) -> None:

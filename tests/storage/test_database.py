@@ -61,7 +61,7 @@ from rookery.errors import (
     UserError,
 )
 from rookery.scheduling.job_rules import followed_version
-from rookery.server.launcher import Service
+from rookery.server.launcher import Service, ServiceRules
 from rookery.settings import Settings
 from rookery.storage import models
 from rookery.storage.columns import DELETED_AT_ONCE, Base, Page, add, rows
@@ -1516,15 +1516,12 @@ def test_a_second_service_on_the_same_postgresql_is_refused(postgres: str, tmp_p
         assert Client(again.url, again.key).jobs() == []
 
 
-def test_a_service_whose_database_was_taken_ends(
-    postgres: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rookery.server.launcher.CLAIM_SECONDS", 0.05)
+def test_a_service_whose_database_was_taken_ends(postgres: str, tmp_path: Path) -> None:
     url = new_database(postgres)
 
     async def main() -> None:
         settings = Settings.load({}, data=tmp_path, port=0, models="", workers=0, database=url)
-        async with Service(settings) as service:
+        async with Service(settings, rules=ServiceRules(claim_seconds=0.05)) as service:
             serving = asyncio.ensure_future(service.serving())
             with connected(url) as connection:  # what frees it has it, in one go
                 connection.execute(text(

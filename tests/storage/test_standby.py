@@ -206,12 +206,10 @@ def test_a_service_that_lost_its_claim_changes_nothing(postgres: str) -> None:
         assert {row.name for row in one.read(tenants.list_tenants)} == {"Alice", "Carol"}
 
 
-def test_a_service_that_stands_still_loses_its_claim(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_stands_still_loses_its_claim(postgres: str) -> None:
     """A stopped process keeps its connections: PostgreSQL ends that of a claim which is not renewed."""
-    monkeypatch.setattr("rookery.storage.db.CLAIM_SILENT_SECONDS", 1)
-    monkeypatch.setattr("rookery.storage.db.CLAIM_WAIT_SECONDS", 60)
     url = new_database(postgres)
-    with closing(Database(url)) as one, closing(Database(url)) as other:
+    with closing(Database(url, claim_silent=1)) as one, closing(Database(url, claim_wait=60)) as other:
         one.claim()
         one.create()
         other.claim()

@@ -534,7 +534,7 @@ class Service:
             options=ControllerOptions(
                 workers=LocalWorkers(provide=self.provided.append, release=self.released.append),
                 rollout_rules=self.rules.rollouts,
-                session_times=self.rules.sessions,
+                session_rules=self.rules.sessions,
                 orphan_keep_seconds=0.0,
             ),
         )

@@ -9,14 +9,14 @@ from typing import Any
 from rookery.controller.completions import ANSWER_TOKENS
 from rookery.controller.job_sinks import SinkRules
 from rookery.controller.rollout.rules import RolloutRules
-from rookery.controller.sessions.times import SessionTimes
+from rookery.controller.sessions.rules import SessionRules
 from rookery.server.connections import EdgeRules
 from rookery.server.launcher import ServiceRules
 from rookery.storage.place import StoreRules
 
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], ServiceRules]:
-    """Names of :class:`SessionTimes` have the prefix ``session_``, those of :class:`SinkRules` ``sink_``,
+    """Names of :class:`SessionRules` have the prefix ``session_``, those of :class:`SinkRules` ``sink_``,
     those of :class:`StoreRules` ``store_``."""
     rest = dict(given)
 
@@ -28,7 +28,7 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], ServiceRules]:
     rules = ServiceRules(
         edge=taken(EdgeRules),
         rollouts=taken(RolloutRules),
-        sessions=taken(SessionTimes, "session_"),
+        sessions=taken(SessionRules, "session_"),
         sinks=taken(SinkRules, "sink_"),
         stores=taken(StoreRules, "store_"),
         answer_tokens=rest.pop("answer_tokens", ANSWER_TOKENS),

@@ -116,14 +116,18 @@ def test_slices_with_fewer_cores_teach_nothing_of_those_with_all() -> None:
     assert planned.decide({"a": 16}, ["b"]).why == "nothing gains"
 
 
-def test_work_of_a_tenant_in_a_shared_batch_is_that_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_of_a_tenant_in_a_shared_batch_is_that_of_its_rows() -> None:
     found: dict[str, float] = {}
-    monkeypatch.setattr(StagePredictor, "record", lambda _, name, seconds: found.update({name: seconds}))
+
+    class Recorded(StagePredictor):
+        def record(self, name: str, seconds: float) -> None:
+            found[name] = seconds
+
     table, costs = SlowdownTable(), CostTable()
     for rows, seconds in ((4, 0.010), (16, 0.016), (64, 0.040)):
         costs.record("decode", rows, seconds)
     costs.record("prefill", 100, 0.2)
-    planned = LanePlan(splits(2), table, costs, 1, Moment())
+    planned = LanePlan(splits(2), table, costs, 1, Moment(), Recorded())
     planned.end_stages("engine", ["a", "b"])
     planned.on_engine("prefill", 100, 0.2, TURNS, {"a": 25, "b": 75})
     for _ in range(10):

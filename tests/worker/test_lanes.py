@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,16 @@ STEPS = 3
 REPLY = 60
 
 
-def computing(core: WorkerCore, folder: Path, behind_seconds: float = BEHIND_SECONDS, **settings: Any) -> Compute:
+def computing(
+    core: WorkerCore,
+    folder: Path,
+    behind_seconds: float = BEHIND_SECONDS,
+    plan: Callable[..., LanePlan] = LanePlan,
+    **settings: Any,
+) -> Compute:
     """The thread with this engine and trainer, which runs."""
-    chosen = Settings.load(**{"threads": 2, **settings})
-    compute = Compute(lambda: folder, chosen, lambda: None, load=lambda *_, **__: core, behind_seconds=behind_seconds)
+    chosen, made = Settings.load(**{"threads": 2, **settings}), {"behind_seconds": behind_seconds, "plan": plan}
+    compute = Compute(lambda: folder, chosen, lambda: None, load=lambda *_, **__: core, **made)
     compute.start()
     return compute
 
@@ -332,6 +339,7 @@ def planned_worker(
     lanes: str = "auto",
     no_lanes: str = "",
     gate: SloGate | None = None,
+    plan: Callable[..., LanePlan] = LanePlan,
 ) -> Iterator[tuple[Compute, SloGate]]:
     """A worker with the planner, for which two lanes are quicker. It runs, and ends without a fault."""
     gate, slowdowns = gate or SloGate(), SlowdownTable()
@@ -347,7 +355,7 @@ def planned_worker(
         no_lanes=no_lanes,
         slowdowns=slowdowns,  # type: ignore[arg-type]
     )
-    compute = computing(core, folder, lanes=lanes)
+    compute = computing(core, folder, lanes=lanes, plan=plan)
     compute.ready.result()
     try:
         yield compute, gate
@@ -357,13 +365,15 @@ def planned_worker(
     assert compute.failure is None
 
 
-def test_the_planner_knows_the_end_of_a_stage_while_nothing_else_trains_or_decodes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_planner_knows_the_end_of_a_stage_while_nothing_else_trains_or_decodes(tmp_path: Path) -> None:
     ended: list[str] = []
-    monkeypatch.setattr(StagePredictor, "record", lambda _, name, seconds: ended.append(name))
-    engine, trainer = Counted("a", 0.002), Counted("b", 0.002)
-    with planned_worker(tmp_path, engine, trainer) as (compute, _):
+
+    class Recorded(StagePredictor):
+        def record(self, name: str, seconds: float) -> None:
+            ended.append(name)
+
+    engine, trainer, plan = Counted("a", 0.002), Counted("b", 0.002), partial(LanePlan, predictor=Recorded())
+    with planned_worker(tmp_path, engine, trainer, plan=plan) as (compute, _):
         for step in range(3):
             compute.post("training", lambda _: setattr(trainer, "pending", 3))
             until(lambda step=step: ended.count("b train") == step + 1)
@@ -371,23 +381,20 @@ def test_the_planner_knows_the_end_of_a_stage_while_nothing_else_trains_or_decod
             until(lambda step=step: ended.count("a tail") == step + 1)
 
 
-def test_the_planner_learns_nothing_from_slices_of_fewer_threads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    told: dict[str, list[int | None]] = {"engine": [], "trainer": []}
+def test_the_planner_learns_nothing_from_slices_of_fewer_threads(tmp_path: Path) -> None:
+    seen: dict[str, list[int | None]] = {"engine": [], "trainer": []}
 
-    class Told(LanePlan):
+    class Watched(LanePlan):
         def on_engine(self, kind: Any, size: int, seconds: float, threads: int | None, tokens: Any) -> None:
-            told["engine"].append(threads)
+            seen["engine"].append(threads)
             super().on_engine(kind, size, seconds, threads, tokens)
 
         def on_trainer(self, seconds: float, tokens: Any, trained: float, threads: int | None, rows: int) -> None:
-            told["trainer"].append(threads)
+            seen["trainer"].append(threads)
             super().on_trainer(seconds, tokens, trained, threads, rows)
 
-    monkeypatch.setattr(compute_module, "LanePlan", Told)
     engine, trainer = Counted("a", 0.002), Counted("b", 0.002)
-    with planned_worker(tmp_path, engine, trainer) as (compute, _):
+    with planned_worker(tmp_path, engine, trainer, plan=Watched) as (compute, _):
 
         def ten_of_each() -> None:
             def begin(_: WorkerCore) -> None:
@@ -398,11 +405,11 @@ def test_the_planner_learns_nothing_from_slices_of_fewer_threads(
 
         compute.crowd(True)
         ten_of_each()
-        assert told == {"engine": [None] * 10, "trainer": [None] * 10}
+        assert seen == {"engine": [None] * 10, "trainer": [None] * 10}
         compute.crowd(False)
         ten_of_each()
-        assert 1 in told["engine"][10:] and set(told["engine"][10:]) <= {0, 1}
-        assert {0, 1} & set(told["trainer"][10:])
+        assert 1 in seen["engine"][10:] and set(seen["engine"][10:]) <= {0, 1}
+        assert {0, 1} & set(seen["trainer"][10:])
 
 
 IDLE = "turns: no work to run beside"
@@ -465,9 +472,9 @@ def test_the_reason_for_turns_begins_and_ends_with_its_cause(
 
     with planned_worker(tmp_path, engine, trainer, slow=slow, gate=Pressed()) as (compute, gate):
         worker = Worker(compute, gate)
-        for change, told in ((begin, f"turns: {reason}"), (end, IDLE)):
+        for change, shown in ((begin, f"turns: {reason}"), (end, IDLE)):
             compute.post("the change", lambda _, change=change: change(worker), touches="states")
-            until(lambda told=told: compute.status.beat.lanes == told)
+            until(lambda shown=shown: compute.status.beat.lanes == shown)
 
 
 class Pressed(SloGate):

@@ -109,14 +109,14 @@ def examine(settings: Settings) -> list[Finding]:
         bf16_finding(_processor_flags()),
         kernels_finding(_processor_flags(), sys.platform, find_spec("numba") is not None),
         _memory(settings),
-        _accelerator(),
+        accelerator_finding(shutil.which("nvidia-smi")),
         _allocator(settings.worker.allocator),
         _disk("data folder", settings.data, "ROOKERY_DATA"),
         _disk("cache folder", settings.cache, "ROOKERY_CACHE"),
         *_refused(settings),
         *(_model(settings.cache, name) for name in models),
         *(_extra(extra, use) for extra, use in EXTRAS.items()),
-        *_service(settings),
+        *service_findings(settings),
     ]
 
 
@@ -177,17 +177,17 @@ def _room(what: str, text: str, free: int, needed: int, where: str) -> Finding:
     return Finding(what, "good", text)
 
 
-def _accelerator() -> Finding:
-    program = shutil.which("nvidia-smi")
+def accelerator_finding(program: str | None, seconds: float = GPU_SECONDS) -> Finding:
+    """``program`` is that of the driver, which may be silent for ``seconds``."""
     if program is None:
         return Finding("GPU", "optional", "none found (no nvidia-smi); the CPU does the work")
     query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
     try:
         done = subprocess.run(
-            query, capture_output=True, text=True, timeout=GPU_SECONDS, encoding="utf-8", errors="replace"
+            query, capture_output=True, text=True, timeout=seconds, encoding="utf-8", errors="replace"
         )
     except subprocess.TimeoutExpired:
-        return Finding("GPU", "optional", f"nvidia-smi does not answer within {GPU_SECONDS:.0f} s", "repair the driver")
+        return Finding("GPU", "optional", f"nvidia-smi does not answer within {seconds:g} s", "repair the driver")
     if done.returncode != 0 or not done.stdout.strip():
         output, *_ = [*(done.stdout or done.stderr).strip().splitlines(), "no output"]
         return Finding("GPU", "optional", f"nvidia-smi fails: {output}", "repair the driver")
@@ -242,11 +242,11 @@ def _extra(extra: str, use: str) -> Finding:
         return Finding(f"extra {extra}", "optional", f"not installed: {use}", installs(extra))
 
 
-def _service(settings: Settings) -> list[Finding]:
-    """Whether it answers, and the memory of its workers if this key may see them."""
+def service_findings(settings: Settings, seconds: float = SERVICE_SECONDS) -> list[Finding]:
+    """Whether the service answers within ``seconds``, and the memory of its workers if this key may see them."""
     workers: list[Record] = []
     try:
-        with Client(settings=settings, seconds=SERVICE_SECONDS) as client:
+        with Client(settings=settings, seconds=seconds) as client:
             if client.health()["status"] == "standby":
                 return [Finding("service", "good", f"standby at {settings.base_url}: another one has the database")]
             client.views()

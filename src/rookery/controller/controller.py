@@ -167,8 +167,8 @@ class Controller:
         self.completions = Completions(
             services, fleet, rollouts, rooms.models, quotas, self._validator, self._keeping, options.answer_tokens
         )
-        self._slots = TrainerSlots(fleet, settings, clock, quotas.tenant_shares, options.session_times.slot_wait)
-        self.sessions = Sessions(self.context, self._validator, self._slots, options.session_times)
+        self._slots = TrainerSlots(fleet, settings, clock, quotas.tenant_shares, options.session_rules.slot_wait)
+        self.sessions = Sessions(self.context, self._validator, self._slots, options.session_rules)
         self._deletions = Deletions(store, clock, quotas, collector, self.sessions, self)
         self.plan: PlanFollower | None = None
         if plan is not None:

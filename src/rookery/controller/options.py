@@ -11,7 +11,7 @@ from rookery.controller.job_sinks import SINK_RULES, SinkRules
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
 from rookery.controller.rollout.scheduler import RolloutScheduler
-from rookery.controller.sessions.times import SESSION_TIMES, SessionTimes
+from rookery.controller.sessions.rules import SESSION_RULES, SessionRules
 from rookery.controller.weights.gc import ORPHAN_KEEP_SECONDS
 from rookery.spec.fleet import Plan
 
@@ -44,7 +44,7 @@ class ControllerOptions:
     seeding: type[Seeding] = Seeding
     rollout_rules: RolloutRules = ROLLOUT_RULES
     """Tuned values, as the following ones: no setting changes them."""
-    session_times: SessionTimes = SESSION_TIMES
+    session_rules: SessionRules = SESSION_RULES
     sink_rules: SinkRules = SINK_RULES
     orphan_keep_seconds: float = ORPHAN_KEEP_SECONDS
     answer_tokens: int = ANSWER_TOKENS

@@ -66,12 +66,21 @@ class WandbRun:
     """The run of one job in a project, which is created where it does not exist. The run's id is the job's."""
 
     def __init__(
-        self, ask: Ask, where: str, project: str, entity: str | None, job: str, beat_seconds: float | None = None
+        self,
+        ask: Ask,
+        where: str,
+        project: str,
+        entity: str | None,
+        job: str,
+        beat_seconds: float | None = None,
+        most_evaluations: int = EVALUATIONS,
     ) -> None:
-        """``where`` names the sink in errors; ``entity`` is a team, by default the key's."""
+        """``where`` names the sink in errors; ``entity`` is a team, by default the key's. The summary keeps the digests
+        of ``most_evaluations``."""
         self.beat_seconds = beat_seconds
         self._ask = ask
         self._where = where
+        self._most_evaluations = most_evaluations
         self._project, self._entity, self._job = project, entity, job
         self._stream = ""
         self._lines = 0
@@ -115,7 +124,7 @@ class WandbRun:
         if not lines:
             return
         step = self._last if last is None else last
-        seen, summary = _newest(seen, EVALUATIONS), _newest(summary, SUMMARY_METRICS)
+        seen, summary = _newest(seen, self._most_evaluations), _newest(summary, SUMMARY_METRICS)
         await self._append(lines, summary, self._kept(step, seen))
         self._lines, self._summary, self._seen, self._last = self._lines + len(lines), summary, seen, step
 

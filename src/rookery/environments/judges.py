@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,8 @@ class NamedJudge:
     model: str
     variable: str = ""
     """The environment variable with its key; empty for none."""
+    first_pause: float = field(default=FIRST_PAUSE, kw_only=True)
+    repeat_seconds: float = field(default=REPEAT_SECONDS, kw_only=True)
 
 
 _named: dict[str, NamedJudge] = {}
@@ -48,10 +50,11 @@ def parse_judges(text: str) -> dict[str, NamedJudge]:
     return {name: NamedJudge(*words) for name, words in named.items()}
 
 
-def set_judges(text: str) -> None:
+def set_judges(text: str, *, first_pause: float = FIRST_PAUSE, repeat_seconds: float = REPEAT_SECONDS) -> None:
     """The judges that jobs may name. Called once when a process starts."""
     _named.clear()
-    _named.update(parse_judges(text))
+    for name, judge in parse_judges(text).items():
+        _named[name] = replace(judge, first_pause=first_pause, repeat_seconds=repeat_seconds)
 
 
 def require_judge(name: str) -> NamedJudge:
@@ -96,7 +99,7 @@ def ask_named(judge: NamedJudge, name: str, arguments: Mapping[str, Any]) -> Mod
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     body = {"temperature": 0, **arguments, "model": judge.model}
     url = f"{judge.url}/chat/completions"
-    answer = _repeated(partial(request_json, url, f"judge {name}", body, headers, allowed="*"))
+    answer = _repeated(partial(request_json, url, f"judge {name}", body, headers, allowed="*"), judge)
     try:
         choice = answer["choices"][0]
         text, finish = choice["message"]["content"], choice.get("finish_reason")
@@ -108,16 +111,16 @@ def ask_named(judge: NamedJudge, name: str, arguments: Mapping[str, Any]) -> Mod
     return ModelAnswer(text if isinstance(text, str) else "", read, written, finish if isinstance(finish, str) else "")
 
 
-def _repeated(request: Callable[..., Any]) -> Any:
-    """The answer to ``request(most=…)``, within :data:`SECONDS`; it is made again where the judge is busy, for
-    :data:`REPEAT_SECONDS`."""
-    began, pause = time.monotonic(), FIRST_PAUSE
+def _repeated(request: Callable[..., Any], judge: NamedJudge) -> Any:
+    """The answer to ``request(most=…)``, within :data:`SECONDS`; it is made again where the judge is busy, for its
+    ``repeat_seconds``."""
+    began, pause = time.monotonic(), judge.first_pause
     while True:
         try:
             return request(most=AnswerLimits(max(began + SECONDS - time.monotonic(), 1.0)))
         except ServerBusy as error:
             wait = max(error.retry_after, SHORTEST_PAUSE) if error.retry_after else pause * random.uniform(0.5, 1.0)
-            if time.monotonic() + wait > began + REPEAT_SECONDS:
+            if time.monotonic() + wait > began + judge.repeat_seconds:
                 raise
             time.sleep(wait)
             pause = min(2 * pause, LONGEST_PAUSE)

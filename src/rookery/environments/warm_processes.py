@@ -36,9 +36,10 @@ P = TypeVar("P", bound=WarmProcess)
 class WarmProcesses(Generic[P]):
     """Thread-safe."""
 
-    def __init__(self, start: Callable[[], P], most: int) -> None:
+    def __init__(self, start: Callable[[], P], most: int, idle_seconds: float = IDLE_SECONDS) -> None:
         """At most ``most`` processes that ``start`` makes are in use at once."""
         self._start = start
+        self._idle_seconds = idle_seconds
         self._slots = threading.BoundedSemaphore(most)
         self._lock = threading.Lock()
         self._idle: list[P] = []
@@ -90,13 +91,13 @@ class WarmProcesses(Generic[P]):
         process.end()
 
     def _set_timer(self) -> None:
-        timer = threading.Timer(IDLE_SECONDS, self._end_idle)
+        timer = threading.Timer(self._idle_seconds, self._end_idle)
         timer.daemon = True
         timer.start()
         self._timer_set = True
 
     def _end_idle(self) -> None:
-        oldest = time.monotonic() - IDLE_SECONDS
+        oldest = time.monotonic() - self._idle_seconds
         with self._lock:
             expired = [one for one in self._idle if one.used <= oldest]
             self._idle = [one for one in self._idle if one.used > oldest]

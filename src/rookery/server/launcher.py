@@ -44,7 +44,7 @@ from rookery.controller.options import ControllerOptions, LocalWorkers
 from rookery.controller.planned import plan_to_follow
 from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
 from rookery.controller.services import Services, Threads
-from rookery.controller.sessions.times import SESSION_TIMES, SessionTimes
+from rookery.controller.sessions.rules import SESSION_RULES, SessionRules
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.foreign.games import parse_games
 from rookery.environments.foreign.verifiers import parse_verifiers
@@ -150,10 +150,11 @@ class ServiceRules:
 
     edge: EdgeRules = EDGE_RULES
     rollouts: RolloutRules = ROLLOUT_RULES
-    sessions: SessionTimes = SESSION_TIMES
+    sessions: SessionRules = SESSION_RULES
     sinks: SinkRules = SINK_RULES
     stores: StoreRules = STORE_RULES
     answer_tokens: int = ANSWER_TOKENS
+    claim_seconds: float = CLAIM_SECONDS
 
 
 class Service:
@@ -290,7 +291,7 @@ class Service:
                 workers=LocalWorkers(provide=cluster.provide, release=cluster.release, scale=cluster.scale),
                 plan=plan,
                 rollout_rules=self._rules.rollouts,
-                session_times=self._rules.sessions,
+                session_rules=self._rules.sessions,
                 sink_rules=self._rules.sinks,
                 answer_tokens=self._rules.answer_tokens,
             ),
@@ -325,7 +326,9 @@ class Service:
         opened.push_async_callback(cancel_all, self._claiming)
         watch = asyncio.create_task(restarting(partial(connections.watch, clock), clock), name="expiry")
         opened.push_async_callback(cancel_all, watch)
-        opened.push_async_callback(cancel_all, asyncio.create_task(_renew_hold(artifacts, lease), name="holder"))
+        opened.push_async_callback(
+            cancel_all, asyncio.create_task(_renew_hold(artifacts, lease, self._rules.claim_seconds), name="holder")
+        )
         opened.push_async_callback(cluster.stop)  # runs first, so that workers can send their results
         await cluster.start()
 
@@ -351,15 +354,14 @@ class Service:
                 except DatabaseInUse:
                     await asyncio.sleep(STANDBY_SECONDS)
                 except Unavailable:
-                    await asyncio.sleep(CLAIM_SECONDS)
+                    await asyncio.sleep(self._rules.claim_seconds)
         log.warning("the other service has ended: this one takes over")
 
-    @staticmethod
-    async def _renew_claim(database: Database) -> None:
+    async def _renew_claim(self, database: Database) -> None:
         """Renew the claim on the database. Raises :class:`Unavailable` when another service has claimed it while it
         could not be reached from here: started again, this one can be its standby."""
         while True:
-            await asyncio.sleep(CLAIM_SECONDS)
+            await asyncio.sleep(self._rules.claim_seconds)
             try:
                 with contextlib.suppress(Unavailable), shortages():  # callers of the database report it
                     await asyncio.to_thread(database.claim)
@@ -586,11 +588,12 @@ async def _hold(artifacts: Artifacts, lease: Lease) -> None:
         await asyncio.sleep(WATCH_SECONDS)
 
 
-async def _renew_hold(artifacts: Artifacts, lease: Lease) -> None:
-    """Renew the lease on the place. While another service has it nothing is written or deleted there, and jobs wait."""
+async def _renew_hold(artifacts: Artifacts, lease: Lease, seconds: float) -> None:
+    """Renew the lease on the place each ``seconds``. While another service has it nothing is written or deleted there,
+    and jobs wait."""
     holds = True
     while True:
-        await asyncio.sleep(CLAIM_SECONDS)
+        await asyncio.sleep(seconds)
         try:
             with shortages():
                 again = await asyncio.to_thread(artifacts.hold, lease)

@@ -147,11 +147,15 @@ class Database:
       ``all_unfinished_jobs``.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(
+        self, url: str, *, claim_wait: float = CLAIM_WAIT_SECONDS, claim_silent: float = CLAIM_SILENT_SECONDS
+    ) -> None:
         """``url``: a SQLAlchemy URL. ``sqlite://`` alone lives in memory and serves one thread at a time.
+        ``claim_wait``, ``claim_silent``: seconds in place of the constants, whole milliseconds.
 
         Raises :class:`UserError` for one that names no usable database.
         """
+        self._claim_wait, self._claim_silent = (f"{1000 * seconds:.0f}ms" for seconds in (claim_wait, claim_silent))
         self._shared = threading.local()
         self._next, self._writing = threading.Lock(), threading.Lock()
         """Of SQLite's writers in this process, one holds the second lock and the next one holds the first."""
@@ -293,11 +297,10 @@ class Database:
             free = False
             try:
                 self._refuse_shared_sessions(connection)
-                connection.execute(select(func.set_config("lock_timeout", f"{CLAIM_WAIT_SECONDS}s", False)))
+                connection.execute(select(func.set_config("lock_timeout", self._claim_wait, False)))
                 connection.execute(select(func.pg_advisory_lock(_CLAIM)))
                 if (self.engine.dialect.server_version_info or (0,)) >= (14,):
-                    silent = f"{CLAIM_SILENT_SECONDS}s"
-                    connection.execute(select(func.set_config("idle_session_timeout", silent, False)))
+                    connection.execute(select(func.set_config("idle_session_timeout", self._claim_silent, False)))
                 if inspect(connection).has_table(MetaRow.__tablename__):
                     self._begin_epoch()
                 free = True

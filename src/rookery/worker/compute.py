@@ -183,12 +183,14 @@ class Compute:
         trains: bool = True,
         load: Callable[..., WorkerCore] = load_core,
         behind_seconds: float = BEHIND_SECONDS,
+        plan: Callable[..., LanePlan] = LanePlan,
     ) -> None:
         """``prepare()`` returns the base model's folder and creates it if needed; it runs in the thread, and its
         exception ends the thread as :attr:`failure`. ``trains``: whether the worker has that role. ``load`` makes the
-        engine and the trainer of that folder, with the arguments of :func:`~rookery.worker.core.load_core`."""
+        engine and the trainer of that folder, with the arguments of :func:`~rookery.worker.core.load_core`; ``plan``
+        makes the planner of lanes."""
         self._prepare = prepare
-        self._load = load
+        self._load, self._make_plan = load, plan
         self._behind_seconds = behind_seconds
         self._trains = trains
         self._settings = settings
@@ -330,7 +332,7 @@ class Compute:
         if self.lanes == "auto" and core.slowdowns is not None:
             depth = self._settings.worker.plan_depth
             modes = splits(self.threads, core.implementation.device)
-            self._plan = LanePlan(modes, core.slowdowns, core.gate.costs, depth)
+            self._plan = self._make_plan(modes, core.slowdowns, core.gate.costs, depth)
         while True:
             if self._lane is not None and not trainer.busy():
                 self._recall(core)

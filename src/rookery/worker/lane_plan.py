@@ -123,6 +123,7 @@ class LanePlan:
         costs: CostTable,
         depth: int,
         clock: Callable[[], float] = time.monotonic,
+        predictor: StagePredictor | None = None,
     ) -> None:
         """``modes``: :func:`splits`. ``table`` and ``costs``: as measured at the start, the latter of the engine's
         slices alone on all cores."""
@@ -142,7 +143,7 @@ class LanePlan:
         """Tenants with work in neither: the part that they left, and when."""
         self._rows: LRUCache[str, int] = LRUCache(MOST_STAGES)
         """Of each tenant, when it last had work in the engine."""
-        self._predictor = StagePredictor()
+        self._predictor = predictor or StagePredictor()
         self._planned_at = -math.inf
         self._planned_for: object = None
         self._took = 0.0

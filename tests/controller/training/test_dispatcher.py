@@ -22,7 +22,7 @@ from rookery.clock import RandomIds
 from rookery.controller.fleet.events import WorkerEvent, WorkerReady
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.services import Services
-from rookery.controller.sessions.times import SessionTimes
+from rookery.controller.sessions.rules import SessionRules
 from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
 from rookery.controller.training.policy_run import ForwardRequest, PolicyRun
 from rookery.controller.training.policy_versions import PolicyVersions
@@ -68,7 +68,7 @@ class Room:
             chat=_no_chat,
         )  # fmt: skip
         self.training = TrainingDispatcher(self.services, self.fleet, self.weights, self.collector, self.tickets, {})
-        self.slots = TrainerSlots(self.fleet, self.settings, self.clock, {}, SessionTimes().slot_wait)
+        self.slots = TrainerSlots(self.fleet, self.settings, self.clock, {}, SessionRules().slot_wait)
         self.workers: list[ScriptedWorker] = []
         self.leases: dict[str, int] = {}
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.environments.builtins import BUILTINS
-from rookery.environments.verifiers.constants import ROWS_SCORED, SHOWN, example
+from rookery.environments.verifiers.constants import ROWS_SCORED, SHOWN, best_of, example
 from rookery.environments.verifiers.verifiers import VERIFIERS
 from rookery.examples import contacts
 
@@ -107,9 +107,11 @@ def test_many_rows_are_sampled_and_long_replies_shortened() -> None:
     assert VERIFIERS["json"].model_validate({}).best_constant(answers({"a": [1, None]})) is not None
 
 
-def test_a_pattern_without_end_delays_no_other_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rookery.environments.verifiers.constants.SECONDS", 0.5)
+def test_a_pattern_without_end_delays_no_other_check() -> None:
     pattern = r"^a*a*a*a*a*a*a*a*c?(b)$"
     verifier = VERIFIERS["regex"].model_validate({"pattern": pattern})
-    verifier.best_constant([{"answer": "a" * 200 + "c"}] * 100)
+    rows = [{"answer": "a" * 200 + "c"}] * 100
+    best_of(
+        [*verifier.constants(rows), ""], rows, lambda reply, row: verifier.judge(reply, row)[0], verifier.enclose, 0.5
+    )
     assert json.dumps(example(pattern, 1, "b")) == '"b"'

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from rookery.environments.builtins import find
 from rookery.environments.models import ModelAnswer, ModelQuestion
-from rookery.environments.sandbox.sandbox import Sandbox
-from rookery.environments.verifiers import graders, running_graders
+from rookery.environments.sandbox.sandbox import ProgramLimits, Sandbox
+from rookery.environments.verifiers import graders
 from rookery.environments.verifiers.grader_templates import PLACEHOLDERS
 from rookery.environments.verifiers.graders import (
     AnyGrader,
@@ -308,11 +309,8 @@ def test_python_gives_the_value(tools: GraderTools, source: str, value: float) -
         ("x = 1", "no function 'grade'"),
     ],
 )
-def test_python_without_a_number_earns_nothing(
-    tools: GraderTools, source: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = running_graders.ProgramLimits(seconds=0.3, memory=128 << 20)
-    monkeypatch.setattr(running_graders, "PYTHON_LIMITS", limits)
+def test_python_without_a_number_earns_nothing(tools: GraderTools, source: str, said: str) -> None:
+    tools = replace(tools, limits=ProgramLimits(seconds=0.3, memory=128 << 20))
     graded = graders.grade(python(source), "abc", {}, tools)
     assert graded.value == 0 and said in graded.error and "\n" not in graded.error
     assert [failure.kind for failure in graded.failures] == ["python_grader_runtime_error"]

@@ -248,12 +248,12 @@ async def test_fetched_results_that_were_not_deleted_are_deleted_later(service: 
     visitor = await Client(service).begin()
     fetched = await visitor.sample(await visitor.sampler(None), 0)
     await visitor.outcome(fetched)
-    database, times = Refusing(service, "drop_futures", GONE), visitor.sessions.times
-    service.clock.now += times.fetched + 1
+    database, rules = Refusing(service, "drop_futures", GONE), visitor.sessions.rules
+    service.clock.now += rules.fetched + 1
     with pytest.raises(type(GONE)):
         await visitor.sessions.sweep()
     database.trouble = None
-    service.clock.now += times.fetched + 1
+    service.clock.now += rules.fetched + 1
     await visitor.sessions.sweep()
     with pytest.raises(NotFound):
         await visitor.store.read(sessions.get_future, "alice", fetched)

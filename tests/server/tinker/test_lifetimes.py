@@ -246,8 +246,8 @@ async def test_results_are_deleted_some_time_after_they_were_fetched(service: Se
     for request in (fetched, gradient):
         await visitor.outcome(request)
     await eventually(lambda: len(visitor.sessions.futures) == 0)
-    times = visitor.sessions.times
-    assert times.fetched < times.result
+    rules = visitor.sessions.rules
+    assert rules.fetched < rules.result
 
     async def stored() -> list[bool]:
         await visitor.sessions.sweep()
@@ -259,12 +259,12 @@ async def test_results_are_deleted_some_time_after_they_were_fetched(service: Se
                 found.append(False)
         return found
 
-    service.clock.now += times.fetched - 1
+    service.clock.now += rules.fetched - 1
     assert await stored() == [True, True, True]
     service.clock.now += 2
     assert await stored() == [False, True, True], "a step may be computed from the gradient again"
     assert isinstance(await visitor.step(), operations.OptimStepResult)
-    service.clock.now += times.fetched + 1
+    service.clock.now += rules.fetched + 1
     assert await stored() == [False, True, False]
 
 
@@ -648,10 +648,10 @@ async def test_runs_of_a_suspended_session_leave_memory_and_return(service: Serv
     assert isinstance(await visitor.step(), operations.OptimStepResult)
 
 
-async def test_idle_runs_of_a_tenant_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_runs_of_a_tenant_in_memory_are_bounded(tmp_path: Path) -> None:
     """However many a client makes, and keeps alive by its heartbeats."""
-    monkeypatch.setattr("rookery.controller.sessions.sessions.RUNS_LOADED", 3)
-    service = Service(tmp_path, session_poll=0.05, trainer_slots=16, suspect_seconds=1e9, stuck_seconds=1e9)
+    rules: dict[str, Any] = {"session_poll": 0.05, "session_runs_loaded": 3}
+    service = Service(tmp_path, trainer_slots=16, suspect_seconds=1e9, stuck_seconds=1e9, **rules)
     await service.start()
     worker = await join(service)
     other, busy, free = await Client(service, "bob").begin(), await Client(service).begin(), asyncio.Event()

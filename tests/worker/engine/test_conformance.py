@@ -414,21 +414,28 @@ class Elsewhere(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def test_a_server_that_cannot_be_fronted_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class WithoutAdapters(Elsewhere):
+    """A vLLM server that allows no adapters at run time."""
+
+    models: ClassVar[dict[str, object]] = {"data": [{"id": "m", "max_model_len": 512}]}
+
+
+def test_a_server_that_cannot_be_fronted_is_refused(model: Path) -> None:
     def start(port: int) -> None:
         settings = Settings(inference_engine="vllm", vllm_url=f"http://127.0.0.1:{port}")
         load_vllm(model, settings, "float32", None)
 
     with pytest.raises(Unavailable, match="no vLLM server answers at http:"):
         start(free_port())
-    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        with pytest.raises(UserError, match="is no vLLM server"):
-            start(other.server_port)
-        monkeypatch.setattr(Elsewhere, "models", {"data": [{"id": "m", "max_model_len": 512}]})
-        with pytest.raises(UserError, match="allows no adapters at run time: start it with VLLM_ALLOW_RUNTIME_LORA"):
-            start(other.server_port)
-        other.shutdown()
+    for kind, problem in (
+        (Elsewhere, "is no vLLM server"),
+        (WithoutAdapters, "allows no adapters at run time: start it with VLLM_ALLOW_RUNTIME_LORA"),
+    ):
+        with ThreadingHTTPServer(("127.0.0.1", 0), kind) as other:
+            threading.Thread(target=other.serve_forever, daemon=True).start()
+            with pytest.raises(UserError, match=problem):
+                start(other.server_port)
+            other.shutdown()
 
 
 def test_limits_are_checked_before_anything_is_loaded(model: Path) -> None:

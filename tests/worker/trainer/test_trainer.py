@@ -34,11 +34,9 @@ from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.published import fuse
-from rookery.worker.trainer import packed_trainer
 from rookery.worker.trainer.loss_head import TokenLogprobs
-from rookery.worker.trainer.native import backbone
 from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
-from rookery.worker.trainer.native.backbone import ForwardPass, NativeBackbone
+from rookery.worker.trainer.native.backbone import NativeBackbone
 from rookery.worker.trainer.operation_queue import EXPECTED_SECONDS, OperationQueue, TrainerResult
 from rookery.worker.trainer.optim import GRADIENT_FILE, AdapterExport
 from rookery.worker.trainer.packed_pass import PassLimits
@@ -131,10 +129,12 @@ def trainer(
     attention: AttentionFactory | None = None,
     *,
     compiled: bool = True,
+    backbone: type[NativeBackbone] = NativeBackbone,
     **given: object,
 ) -> PackedTrainer:
-    backbone = NativeBackbone(of, limits, attention, compiled=compiled)
-    made = PackedTrainer(backbone, **({"max_rank": 16, "slice_tokens": 256} | given))  # type: ignore[arg-type]
+    made = PackedTrainer(
+        backbone(of, limits, attention, compiled=compiled), **({"max_rank": 16, "slice_tokens": 256} | given)
+    )  # type: ignore[arg-type]
     for policy, folder in folders.items():
         made.load(policy, 1, ref(policy), folder)
     return made
@@ -358,16 +358,16 @@ def test_memory_limit_splits_groups_and_refuses_longer_trajectories(tmp_path: Pa
     assert finish(at)["opt"].error == ""
 
 
-def test_copied_prompt_keys_count_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_prompt_keys_count_as_memory(tmp_path: Path) -> None:
     """A group of 64 tokens whose members copy its prompt of 16 at half a token each takes 112 tokens of memory: two
     pieces of 40 tokens fill 64 each, and are recomputed if fewer may stay resident."""
     twice: list[bool] = []
 
-    def counted(*given: Any, recompute: bool) -> Any:
-        twice.append(recompute)
-        return ForwardPass(*given, recompute=recompute)
+    class Recorded(NativeBackbone):
+        def forward(self, *given: Any, recompute: bool) -> Any:
+            twice.append(recompute)
+            return super().forward(*given, recompute=recompute)
 
-    monkeypatch.setattr(backbone, "ForwardPass", counted)
     folder, rng = adapter_folder(tmp_path / "p", 4, 3), random.Random(0)
     batch = protocol.TrainingBatch(groups=[unit(rng, 16, [9] * 6), unit(rng, 8, [3])])  # the last token is not read
     gradients = []
@@ -376,7 +376,7 @@ def test_copied_prompt_keys_count_as_memory(tmp_path: Path, monkeypatch: pytest.
         (PassLimits(resident_tokens=64, max_tokens=64, copied_key_share=0.5), [40, 40, 10]),
         (PassLimits(resident_tokens=63, max_tokens=64, copied_key_share=0.5), [40, 40, 10]),
     ):
-        at, slices = trainer(decoder(), {"p": folder}, limits=limits, compiled=False), []
+        at, slices = trainer(decoder(), {"p": folder}, limits, compiled=False, backbone=Recorded), []
         at.forward_backward(forward_backward(), batch)
         while at.queue.pending:
             before = at.trained
@@ -474,20 +474,28 @@ def test_entropy_and_kl_to_the_base(tmp_path: Path) -> None:
     assert added == pytest.approx(0.3 * (torch.tensor(one.members[0].weights) * k3).sum().item(), rel=1e-3)
 
 
-def test_pass_out_of_memory_is_lost_and_next_passes_are_shorter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class FullOnce(NativeBackbone):
+    """The memory of its device is full at the end of the first backward pass."""
+
+    fits = False
+
+    def forward(self, *given: Any, recompute: bool) -> Any:
+        passed = super().forward(*given, recompute=recompute)
+        if not self.fits:
+            self.fits, backward = True, passed.backward
+
+            def full(d_hidden: Tensor) -> None:
+                backward(d_hidden)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+            passed.backward = full  # type: ignore[method-assign]
+        return passed
+
+
+def test_pass_out_of_memory_is_lost_and_next_passes_are_shorter(tmp_path: Path) -> None:
     """On a GPU, within the backward pass: the operations run again as if the pass had not begun."""
     folders = {p: adapter_folder(tmp_path / p, 4, i) for i, p in enumerate("xy")}
-    at = trainer(decoder(), folders, slice_tokens=4096)
-    run = packed_trainer.run_pass
-
-    def full(*given: Any) -> int:
-        monkeypatch.setattr(packed_trainer, "run_pass", run)
-        run(*given)
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(packed_trainer, "run_pass", full)
+    at = trainer(decoder(), folders, slice_tokens=4096, backbone=FullOnce)
     for policy in "xy":
         at.forward_backward(forward_backward(policy, op=f"fb {policy}"), protocol.TrainingBatch(groups=units(0)))
         at.optim_step(optim(policy, op=f"opt {policy}"))

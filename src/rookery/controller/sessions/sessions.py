@@ -6,9 +6,9 @@
 * A finished session accepts no more operations; of its runs only checkpoints and samplers stay.
 * A session without a heartbeat for ``idle`` seconds is suspended until the next one: it releases its trainer slots, and
   its queued operations wait. They are dropped after ``abandon`` seconds; after ``expire`` seconds the session is
-  finished (:mod:`rookery.controller.sessions.times`).
+  finished (:mod:`rookery.controller.sessions.rules`).
 * Memory follows work: the runs of suspended and of finished sessions that have no operation are unloaded, and loaded
-  again by the next one; so are those of a tenant with more than :data:`RUNS_LOADED`. Nothing that is done for one
+  again by the next one; so are those of a tenant with more than ``SessionRules.runs_loaded``. Nothing done for one
   session, or at each heartbeat, looks at the runs of the others.
 """
 
@@ -41,8 +41,8 @@ from rookery.controller.sessions.operations import (
     SaveSampler,
     SaveState,
 )
+from rookery.controller.sessions.rules import SessionRules
 from rookery.controller.sessions.samplers import Samplers
-from rookery.controller.sessions.times import SessionTimes
 from rookery.controller.sessions.training_run import TrainingRun
 from rookery.controller.training.slots import TrainerSlots
 from rookery.controller.validation import JobValidator
@@ -61,9 +61,6 @@ SEEN_SECONDS = 60.0
 SWEEP_SECONDS = 60.0
 """How often expired rows are looked for: their lifetimes are hours."""
 
-RUNS_LOADED = 256
-"""Training runs of one tenant in memory beside those with operations: a further one takes the place of the one that got
-its last operation before the others. It costs that one a start of the service: its state is read from the artifacts."""
 
 LORA_ALPHA = 32.0
 """Clients' adapters are scaled by this over their rank; the API has no field for it."""
@@ -76,12 +73,12 @@ class Sessions:
     """Clients' sessions, with their training runs, ``samplers`` and ``futures``."""
 
     def __init__(
-        self, context: ControllerContext, validator: JobValidator, slots: TrainerSlots, times: SessionTimes
+        self, context: ControllerContext, validator: JobValidator, slots: TrainerSlots, rules: SessionRules
     ) -> None:
         self._context = context
         self._validator = validator
-        self.times = times
-        self.futures = Futures(context, times.poll)
+        self.rules = rules
+        self.futures = Futures(context, rules.poll)
         self._steady = SteadyTime(context.clock)
         rooms = context.rooms
         self.samplers = Samplers(
@@ -143,7 +140,7 @@ class Sessions:
             await self._context.clock.sleep(self._context.settings.worker.heartbeat_seconds)
             self._slots.review()
             for id, run in list(self._queued.items()):
-                run.expire_gap(self.times.seq_gap)
+                run.expire_gap(self.rules.seq_gap)
                 if not run.queued:
                     del self._queued[id]
             self._suspend_silent()
@@ -165,8 +162,8 @@ class Sessions:
     def _suspend_silent(self) -> None:
         """Suspend the sessions without a heartbeat, and drop the operations of those that are silent for too long. A
         session that its client finished runs its last operations."""
-        times, now = self.times, self._context.clock.monotonic()
-        for session, seen in list(takewhile(lambda known: now - known[1] > times.idle, self._seen.items())):
+        rules, now = self.rules, self._context.clock.monotonic()
+        for session, seen in list(takewhile(lambda known: now - known[1] > rules.idle, self._seen.items())):
             runs = self.runs.of(session=session)
             if not runs and not self.samplers.has(session):
                 self._forget(session)
@@ -180,8 +177,8 @@ class Sessions:
                 for run in runs:
                     run.suspend()
             self.samplers.suspend(session)  # also requests that came back from a lost worker
-            if now - seen > times.abandon:
-                error = f"dropped: session {session} had no heartbeat for {times.abandon:.0f} s"
+            if now - seen > rules.abandon:
+                error = f"dropped: session {session} had no heartbeat for {rules.abandon:.0f} s"
                 count = sum(run.drop(error) for run in runs) + self.samplers.drop(session, error)
                 if count:
                     log.warning("%d operations %s", count, error, extra={"tenant": self._open[session].tenant})
@@ -195,14 +192,14 @@ class Sessions:
 
     async def sweep(self) -> None:
         """Delete what has expired: results, checkpoints, weights of idle samplers, lost and finished sessions."""
-        context, store, times, steady = self._context, self._context.store, self.times, self._steady
-        await self.futures.drop(steady.before(times.result), times.fetched)
+        context, store, rules, steady = self._context, self._context.store, self.rules, self._steady
+        await self.futures.drop(steady.before(rules.result), rules.fetched)
         for row in await store.read(sessions.expired_checkpoints, self._time()):
             if row.expires is not None and steady.tells(row.expires - row.created):
                 with work_of(row.tenant):
                     await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)
-        await self.samplers.retire(times.sampler_idle)
-        limit = times.expire
+        await self.samplers.retire(rules.sampler_idle)
+        limit = rules.expire
         for session in await store.read(sessions.silent_sessions, steady.before(limit)):
             if context.clock.monotonic() - self._seen.get(session.id, -math.inf) > limit:
                 extra = {"tenant": session.tenant}
@@ -210,7 +207,7 @@ class Sessions:
                 with work_of(session.tenant):
                     await self.finish(session.tenant, session.id, "lost")
         await self._unload_idle()
-        for id in await store.read(sessions.over_models, steady.before(times.result)):
+        for id in await store.read(sessions.over_models, steady.before(rules.result)):
             if id not in self.runs:
                 await context.rooms.collector.delete_unnamed(sessions.end_model, id)
 
@@ -233,7 +230,7 @@ class Sessions:
 
     async def _unload_for_another(self, tenant: str) -> None:
         """A run of the tenant is about to be loaded."""
-        if self.runs.count(tenant=tenant) >= RUNS_LOADED:
+        if self.runs.count(tenant=tenant) >= self.rules.runs_loaded:
             unused = next((run for run in self.runs.of(tenant=tenant) if run.unused), None)
             if unused is not None:
                 await self._unload(unused.row.id, unused)
@@ -456,7 +453,7 @@ class Sessions:
         try:
             return await self.submit(tenant, id, seq, operation)
         except (OperationRefused, TooManyRequests) as error:
-            if isinstance(error, TooManyRequests) and error.retry_after <= self.times.seq_gap:
+            if isinstance(error, TooManyRequests) and error.retry_after <= self.rules.seq_gap:
                 raise
             reason = str(error)
         digest = await self.futures.digest(operation)

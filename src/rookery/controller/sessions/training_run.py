@@ -1,7 +1,7 @@
 """A training run: one policy that a client trains call by call, on the shared trainers.
 
 * Operations run one after another by sequence number, in whatever order they arrive. A number that stays away fails the
-  operations behind it after a while (``SessionTimes.seq_gap``); their error names it.
+  operations behind it after a while (``SessionRules.seq_gap``); their error names it.
 * Gradients add up until a step. An operation that fails leaves the gradient incomplete: the next step is refused and
   drops it, so that no step is taken on a part of a batch. A step that fails drops the gradient, too.
 * A step's version, the operations in it and its result become durable together. Later operations add to the gradient

@@ -125,10 +125,11 @@ def best_of(
     rows: Sequence[Mapping[str, Any]],
     reward: Callable[[str, Mapping[str, Any]], float],
     write: Callable[[str], str],
+    seconds: float = SECONDS,
 ) -> BestConstant | None:
     """The reply with the highest mean reward over the rows; None without a reply, a row, or enough time. ``write``
     makes the whole reply of its judged part."""
-    best, until = None, time.monotonic() + SECONDS
+    best, until = None, time.monotonic() + seconds
     for reply in replies if rows else ():
         earned = []
         for row in rows:

@@ -43,7 +43,7 @@ from rookery.environments.verifiers.expressions import (
     split_choice,
     without_unit,
 )
-from rookery.environments.warm_processes import WarmProcesses
+from rookery.environments.warm_processes import IDLE_SECONDS, WarmProcesses
 from rookery.errors import short
 
 LIMIT_SECONDS = 5.0
@@ -96,10 +96,11 @@ class VerifierPool:
         module: str = MODULE,
         children: int = MAX_CHILDREN,
         wall_seconds: float = WALL_SECONDS,
+        idle_seconds: float = IDLE_SECONDS,
     ) -> None:
         self._limit, self._wall_seconds = limit, wall_seconds
         command = interpreter(module, str(limit), scorer, *arguments)
-        self._children = WarmProcesses(lambda: _Child(scorer, command), children)
+        self._children = WarmProcesses(lambda: _Child(scorer, command), children, idle_seconds)
 
     def score(self, question: Mapping[str, Any], limit: float | None = None, memory: int | None = None) -> Any:
         """The scorer's answer. ``limit``: processor time for this question, if not the pool's; ``memory``: bytes that

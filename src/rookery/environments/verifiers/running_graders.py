@@ -48,6 +48,8 @@ class GraderTools:
     ask: Ask | None = None
     usage: dict[str, list[int]] = field(default_factory=dict)
     """By model, tokens read and written."""
+    limits: ProgramLimits = PYTHON_LIMITS
+    """Time and memory of a python grader."""
 
 
 class GraderFailed(ValueError):
@@ -88,7 +90,7 @@ class PythonGrader(AnyGraderType):
         }  # fmt: skip
         program = Program(self.source, path="grader.py", call=FUNCTION, arguments=[given, dict(item)])
         try:
-            ran = tools.sandbox.run(program, PYTHON_LIMITS)
+            ran = tools.sandbox.run(program, tools.limits)
         except SandboxError as error:
             raise GraderFailed("python_grader_server_error", str(error)) from None
         if ran.status != "ok":

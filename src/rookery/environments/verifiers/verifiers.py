@@ -447,7 +447,7 @@ class Math(VerifierOptions):
     def gold(self, value: Any) -> str:
         return gold_latex(value, self.answer)
 
-    def first_unread(self, rows: Iterable[Row]) -> tuple[int, str] | None:
+    def first_unread(self, rows: Iterable[Row], *, seconds: float = ANSWERS_SECONDS) -> tuple[int, str] | None:
         answers: dict[str, tuple[int, str]] = {}
         for index, row in enumerate(rows):
             latex = self.expected(row)
@@ -455,7 +455,7 @@ class Math(VerifierOptions):
                 answers.setdefault(latex, (index, described(row[self.answer])))
             if len(answers) >= MOST_ANSWERS_READ:
                 break
-        until, waiting = time.monotonic() + ANSWERS_SECONDS, list(answers.items())
+        until, waiting = time.monotonic() + seconds, list(answers.items())
         for start in range(0, len(waiting), ANSWERS_AT_ONCE):
             if time.monotonic() > until:
                 break

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,23 +37,20 @@ def test_wrong_numbers_and_rows_raise() -> None:
             runtime.check_rows(first, count, 8)
 
 
-def test_reasons_name_the_missing_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reason() -> str:
-        runtime.why_unavailable.cache_clear()
-        return runtime.why_unavailable()
-
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(runtime, "find_spec", lambda name: None)
-            assert not sys.platform.startswith("linux") or "numba" in reason() or "AVX2" in reason()
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-            assert "AVX2" in reason()
-        with monkeypatch.context() as patch:
-            patch.setattr(runtime.platform, "machine", lambda: "aarch64")
-            assert "aarch64" in reason()
-    finally:
-        runtime.why_unavailable.cache_clear()
+@pytest.mark.parametrize(
+    ("system", "processor", "vectors", "numba", "named"),
+    [
+        ("linux", "x86_64", "AVX2", True, ""),
+        ("linux", "AMD64", "AVX512", True, ""),
+        ("linux", "x86_64", "AVX2", False, "numba"),
+        ("linux", "x86_64", "DEFAULT", False, "AVX2"),
+        ("linux", "aarch64", "AVX2", True, "aarch64"),
+        ("darwin", "x86_64", "AVX2", True, "darwin"),
+    ],
+)
+def test_reasons_name_the_missing_part(system: str, processor: str, vectors: str, numba: bool, named: str) -> None:
+    reason = runtime.missing_part(system, processor, vectors, numba=numba)
+    assert named in reason if named else reason == ""
 
 
 KERNEL = """

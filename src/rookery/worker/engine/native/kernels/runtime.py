@@ -46,13 +46,20 @@ FIRST = 2
 @cache
 def why_unavailable() -> str:
     """Why the kernels cannot run on this machine; empty where they can."""
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        return f"they need Linux on x86-64, this is {sys.platform} on {platform.machine()}"
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        return "the processor has no AVX2"
-    if find_spec("numba") is None:
-        return "numba is not installed"
+    vectors = torch.backends.cpu.get_cpu_capability()
+    if reason := missing_part(sys.platform, platform.machine(), vectors, numba=find_spec("numba") is not None):
+        return reason
     return "" if openmp_parallel() is not None else "PyTorch does not use the GNU OpenMP interface here"
+
+
+def missing_part(system: str, processor: str, vectors: str, *, numba: bool) -> str:
+    """The first part that kernels need and a machine lacks; empty where it has all. ``vectors``: the instructions that
+    PyTorch uses there."""
+    if system != "linux" or processor not in ("x86_64", "AMD64"):
+        return f"they need Linux on x86-64, this is {system} on {processor}"
+    if not vectors.startswith("AVX"):
+        return "the processor has no AVX2"
+    return "" if numba else "numba is not installed"
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Lifetimes and waits of clients' sessions. Tests pass others to the controller."""
+"""Lifetimes, waits and bounds of clients' sessions. Tests pass others to the controller."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ DAY = 24 * HOUR
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionTimes:
-    """In seconds."""
+class SessionRules:
+    """Times are in seconds."""
 
     poll: float = 30.0
     """Long-poll timeout of a result request; below the client's 45 s."""
@@ -32,7 +32,11 @@ class SessionTimes:
     """Weights of an unnamed sampler are deleted when unused for this long."""
     slot_wait: float = 5.0
     """A model with an unfinished gradient keeps its trainer slot this long without a call while others wait."""
+    runs_loaded: int = 256
+    """Training runs of one tenant in memory beside those with operations: a further one takes the place of the one that
+    got its last operation before the others. It costs that one a start of the service: its state is read from the
+    artifacts."""
 
 
-SESSION_TIMES = SessionTimes()
+SESSION_RULES = SessionRules()
 """The values that a service uses."""
