@@ -27,6 +27,7 @@ from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.indexed import IndexedDict
 from rookery.controller.services import Services
+from rookery.controller.training.holders import StateHolders
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import Tickets
@@ -188,10 +189,7 @@ class TrainingDispatcher:
         """By the operation's id, those without an answer."""
         self._staged: dict[str, str] = {}
         """By operation that is not durable yet: the hash of the version that its worker has written."""
-        self._assigned: dict[str, Worker] = {}
-        """Which worker trains a policy."""
-        self._offloaded: dict[str, Worker] = {}
-        """Policies without a worker: which one keeps their state in main memory."""
+        self._holders = StateHolders()
         self._too_small: defaultdict[str, dict[Worker, str]] = defaultdict(dict)
         """By policy, the workers whose memory never holds its state, with their errors."""
         self._serving: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
@@ -226,21 +224,20 @@ class TrainingDispatcher:
         reconnect, are too small."""
         deadline = self._clock.monotonic() + self._settings.server.worker_wait_seconds
         while True:
-            held = self._assigned.get(policy)
+            held = self._holders.training(policy)
             if held is not None and held.has_role("train", model):
                 return held
             small = self._too_small.get(policy, {})
             others = self._fleet.trainers(model, {*small, *failed}) or self._fleet.trainers(model, small)
-            offloaded, load = self._offloaded.get(policy), self._load(others)
+            offloaded, load = self._holders.offloaded(policy), self._load(others)
             back = offloaded.name if offloaded is not None else None
             name = assign_trainer(load, self._load_of(policy), back, self._speeds)
             if name is not None:
                 worker = self._fleet.get(name)
                 assert worker is not None
-                if held is not None and held is not worker:  # a plan took its role: it keeps no state for another time
+                if held is not None:  # a plan took its role: it keeps no state for another time
                     self.evict_policy(policy)
-                self._offloaded.pop(policy, None)
-                self._assigned[policy] = worker
+                self._holders.apply(policy, "assign", worker)
                 return worker
             if small and all(worker in small for worker in self._fleet.expected("train", model)):
                 raise TrainingFailed(next(reversed(small.values())))
@@ -256,7 +253,7 @@ class TrainingDispatcher:
         now. Otherwise policies that arrived while one worker was there would crowd it for ever, as after each restart,
         and those whose reserved worker was away for a moment would stay on a preemptible one."""
         small = self._too_small.get(policy, {})
-        held, load = self._assigned.get(policy), self._load(self._fleet.trainers(model, small))
+        held, load = self._holders.training(policy), self._load(self._fleet.trainers(model, small))
         if held is None or not load:
             return
         if held.name not in load or is_overloaded(load, held.name, self._load_of(policy), self._speeds):
@@ -273,13 +270,12 @@ class TrainingDispatcher:
     def evict_policy(self, policy: str, *, offload: bool = False) -> None:
         """The policy's worker deletes its trainer state, or with ``offload`` keeps it in main memory: the policy
         returns to that worker if it can."""
-        worker = self._assigned.pop(policy, None)
-        if not offload:
-            self._offloaded.pop(policy, None)
-        if worker is not None and worker.state == "serving":
+        worker = self._holders.training(policy)
+        serves = worker is not None and worker.state == "serving"
+        if worker is not None or not offload:
+            self._holders.apply(policy, "offload" if offload and serves else "evict")
+        if worker is not None and serves:
             worker.post(protocol.EvictArtifacts(policy=policy, offload=offload))
-            if offload:
-                self._offloaded[policy] = worker
 
     def forget_policy(self, policy: str) -> None:
         """:meth:`evict_policy`: it does not train again."""
@@ -290,13 +286,13 @@ class TrainingDispatcher:
     def _load(self, workers: Iterable[Worker]) -> dict[str, float]:
         """The load of the policies that each of ``workers`` trains."""
         load = dict.fromkeys(workers, 0.0)
-        for policy, value in self._training_load.of(self._assigned, self._clock.monotonic()).items():
-            if self._assigned[policy] in load:
-                load[self._assigned[policy]] += value
+        for policy, value in self._training_load.of(self._holders, self._clock.monotonic()).items():
+            if (worker := self._holders.training(policy)) in load:
+                load[worker] += value
         return {worker.name: value for worker, value in load.items()}
 
     def _load_of(self, policy: str) -> float:
-        return self._training_load.of({**self._assigned, policy: None}, self._clock.monotonic())[policy]
+        return self._training_load.of([*self._holders, policy], self._clock.monotonic())[policy]
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -371,7 +367,7 @@ class TrainingDispatcher:
             raise TrainingFailed(
                 f"worker {worker.name} sent {sent} log-probabilities for {count_of(targets, 'target')}"
             )
-        if worker is self._assigned.get(message.policy) and (seconds := done.metrics.get("seconds", 0.0)):
+        if worker is self._holders.training(message.policy) and (seconds := done.metrics.get("seconds", 0.0)):
             work = seconds * self._speeds.get(worker.name, 1.0)
             self._training_load.add(message.policy, work, self._clock.monotonic())
         took = self._clock.monotonic() - one.since
@@ -523,9 +519,7 @@ class TrainingDispatcher:
         for one in self._operations.of(worker=worker):
             if not one.answer.done():
                 one.answer.set_exception(_RetryElsewhere(f"worker {worker.name} was lost"))
-        for held in (self._assigned, self._offloaded):
-            for policy in [policy for policy, holder in held.items() if holder is worker]:
-                del held[policy]
+        self._holders.lose(worker)
         for small in self._too_small.values():
             small.pop(worker, None)
         self._busy.pop(worker, None)
