@@ -203,25 +203,46 @@ class DeletedCursors:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """How callers are known: by their keys, or by a browser's sign-in."""
+
+    keys: Keys
+    failures: FailedKeys
+    signins: SignIns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checks:
+    """Checks of texts of tenants, in processes of their own."""
+
+    environments: EnvironmentChecks
+    schemas: SchemaChecks
+    graders: GraderTrials
+
+
+@dataclass(frozen=True)
+class OpenRequests:
+    """The requests that are not answered whole yet, and the memory that they hold."""
+
+    count: Counter[str] = field(default_factory=Counter)
+    """By tenant."""
+    body_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of request bodies in memory, by tenant."""
+    room: ResponseRoom = field(default_factory=ResponseRoom)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServiceContext:
     """The parts of a running service that routes use."""
 
     controller: Controller
     connections: Connections
-    failed_keys: FailedKeys
-    keys: Keys
-    checks: EnvironmentChecks
-    schemas: SchemaChecks
-    graders: GraderTrials
+    credentials: Credentials
+    checks: Checks
     readiness: Readiness
-    signins: SignIns
     refusals: Counter[str]
     """Requests and connections refused at the edge, by the name of the metric."""
-    open_requests: Counter[str] = field(default_factory=Counter)
-    """Requests that are not answered whole yet, by tenant."""
-    held_bytes: Counter[str] = field(default_factory=Counter)
-    """Bytes of request bodies in memory, by tenant."""
-    room: ResponseRoom = field(default_factory=ResponseRoom)
+    requests: OpenRequests = field(default_factory=OpenRequests)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the service begins to stop, so that streams end and do not delay it."""
 
@@ -231,7 +252,7 @@ class ServiceContext:
 
     def revoked(self, key: str) -> None:
         """The key of this hash is not valid any more, as is stored."""
-        self.keys.forget(key)
+        self.credentials.keys.forget(key)
         self.connections.cut(key)
 
     @property
@@ -283,17 +304,17 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
     service = await service_context(connection)
     key, ends = _key_hash(connection), math.inf
     if caller is None and not key:
-        key, ends = service.signins.key_of(connection)
+        key, ends = service.credentials.signins.key_of(connection)
     if caller is None and key:
         address = address_of(connection)
         async with _looked_up(service, address, key):
-            row = await service.keys.find(key)
+            row = await service.credentials.keys.find(key)
             if row is None and _key_text(connection).startswith(KEY_PREFIX):
                 raise Unauthorized(
                     f"this is an agent's key ({KEY_PREFIX}…): it opens its own episode's base_url, and no other address"
                 )
             if row is None:
-                raise Unauthorized(refusal_of(await service.keys.stored(key)))
+                raise Unauthorized(refusal_of(await service.credentials.keys.stored(key)))
         ends = min(ends, math.inf if row.expires is None else row.expires)
         caller = await admit(service, connection, Caller(row.tenant, row.role, key, ends))
     if caller is None:
@@ -309,7 +330,7 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
 async def _looked_up(service: ServiceContext, address: str, key: str, *, agent: bool = False) -> AsyncIterator[None]:
     """As :meth:`FailedKeys.turn`, with the counters of the metrics page."""
     try:
-        async with service.failed_keys.turn(address, key, agent=agent):
+        async with service.credentials.failures.turn(address, key, agent=agent):
             yield
     except (Unauthorized, TooManyRequests) as error:
         service.refusals["keys_failed" if isinstance(error, Unauthorized) else "keys_limited"] += 1
@@ -355,7 +376,7 @@ async def authenticate_agent(connection: HTTPConnection) -> AgentSession:
     address = address_of(connection)
     agents, episode = service.context.rooms.hosts.agents, str(connection.path_params["episode"])
     async with _looked_up(service, address, key, agent=True):
-        tenant, session = await agents.find(episode, key, partial(service.keys.episode, key))
+        tenant, session = await agents.find(episode, key, partial(service.credentials.keys.episode, key))
     await admit(service, connection, Caller(tenant, "tenant", key))
     if isinstance(session, RookeryError):
         raise session
@@ -377,7 +398,7 @@ async def make_room(service: ServiceContext, request: Request, size: int = LARGE
     """Returns when the response of an admitted request has room for ``size`` bytes, for which it asks once. It keeps as
     many as it has until it is sent (:class:`~rookery.server.bodies.TimeKeeper`). Raises :class:`TooManyRequests`."""
     if size > SMALL_BYTES:
-        await service.room.take(request.state.caller.id, size)
+        await service.requests.room.take(request.state.caller.id, size)
         request.state.room = size
 
 
@@ -394,12 +415,12 @@ def _open_request(service: ServiceContext, connection: HTTPConnection, tenant: s
     """Count an open request of the tenant; :class:`~rookery.server.bodies.TimeKeeper` counts its end. Raises
     :class:`TooManyRequests`."""
     most = service.connections.per_tenant
-    if service.open_requests[tenant] >= most:
+    if service.requests.count[tenant] >= most:
         service.refusals["requests_open"] += 1
         opened = count_of(most, "request of yours is", "requests of yours are")
         line = f"{opened} open (a quarter of ROOKERY_CONNECTIONS); end some first"
         raise TooManyRequests(line, OPEN_RETRY_SECONDS)
-    service.open_requests[tenant] += 1
+    service.requests.count[tenant] += 1
     connection.state.open = True
 
 

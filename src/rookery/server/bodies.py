@@ -153,8 +153,8 @@ class BodyLimit:
                 raise BodyRefused(413, f"the body has more than {limit} bytes; {reason}")
             if scope["path"] not in DATASETS and size and (caller := scope["state"].get("caller")) is not None:
                 owner = caller.id
-                service.held_bytes[owner] += size
-                if service.held_bytes[owner] > max(most, received):
+                service.requests.body_bytes[owner] += size
+                if service.requests.body_bytes[owner] > max(most, received):
                     service.refusals["bodies_refused"] += 1
                     line = f"bodies of this tenant's other requests are read; {most} bytes are read at once"
                     raise BodyRefused(429, f"{line} (ROOKERY_TENANT_BODY_BYTES)", {"Retry-After": "1"})
@@ -164,9 +164,9 @@ class BodyLimit:
             await self._app(scope, counted, send)
         finally:
             if owner:
-                service.held_bytes[owner] -= received
-                if not service.held_bytes[owner]:
-                    del service.held_bytes[owner]
+                service.requests.body_bytes[owner] -= received
+                if not service.requests.body_bytes[owner]:
+                    del service.requests.body_bytes[owner]
 
 
 class TimeKeeper:
@@ -239,7 +239,7 @@ class TimeKeeper:
             size = len(message.get("body", b""))
             until = loop.time() + stall + size / READ_RATE
             if message["type"] == "http.response.body" and state.get("room", 0) > size:
-                service.room.give(state["caller"].id, state["room"] - size)
+                service.requests.room.give(state["caller"].id, state["room"] - size)
                 state["room"] = size
             portions = Portions()
             try:
@@ -260,9 +260,9 @@ class TimeKeeper:
             if keyless():
                 quotas.keyless_time.spend(address, early)
             if size := state.pop("room", 0):
-                service.room.give(state["caller"].id, size)
+                service.requests.room.give(state["caller"].id, size)
             if state.pop("open", False):
-                service.open_requests[state["caller"].id] -= 1
+                service.requests.count[state["caller"].id] -= 1
             if (account := state.get("account")) is not None:
                 service_time.end(state["caller"].id, account)
 

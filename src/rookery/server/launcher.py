@@ -55,7 +55,7 @@ from rookery.errors import RookeryError, Unavailable, UserError, count_of, short
 from rookery.folders import usable_cache
 from rookery.network import FollowingContext, dialled_host, join_address
 from rookery.server.app import build, standby
-from rookery.server.auth import REFUSALS, FailedKeys, Keys, ServiceContext
+from rookery.server.auth import REFUSALS, Checks, Credentials, FailedKeys, Keys, ServiceContext
 from rookery.server.base_models import BaseModels
 from rookery.server.connections import (
     ACCEPTED_AT_ONCE,
@@ -308,14 +308,14 @@ class Service:
         context = ServiceContext(
             controller=controller,
             connections=connections,
-            failed_keys=FailedKeys(
-                self._rules.edge.failed_keys_per_minute, map(hash_key, (self.admin_key, worker_token))
+            credentials=Credentials(
+                keys=keys,
+                failures=FailedKeys(
+                    self._rules.edge.failed_keys_per_minute, map(hash_key, (self.admin_key, worker_token))
+                ),
+                signins=SignIns(clock, hmac.digest(self.admin_key.encode(), b"sign in to the page", "sha256")),
             ),
-            keys=keys,
-            checks=checks,
-            schemas=schemas,
-            graders=graders,
-            signins=SignIns(clock, hmac.digest(self.admin_key.encode(), b"sign in to the page", "sha256")),
+            checks=Checks(environments=checks, schemas=schemas, graders=graders),
             readiness=Readiness(partial(asyncio.to_thread, database.ping), clock),
             refusals=refusals,
             closing=self._closing,

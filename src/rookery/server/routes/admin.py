@@ -101,7 +101,7 @@ async def delete_tenant(service: Service, owner: Administrator, tenant: str, for
         await service.controller.delete_tenant(tenant, force)
     finally:
         for key in keys:
-            service.keys.forget(key.hash)
+            service.credentials.keys.forget(key.hash)
     for key in keys:
         service.connections.cut(key.hash)
 

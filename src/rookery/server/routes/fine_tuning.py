@@ -84,7 +84,7 @@ async def add_file(service: Service, owner: Owner, request: Request) -> Response
     if form.content is None:
         raise UnsupportedField("file: missing; send it as a file of the form", "file")
     limits = service.context.settings.limits
-    count = partial(service.checks.count_rows, row_bytes=limits.row_bytes, rows=DATASET_ROWS)
+    count = partial(service.checks.environments.count_rows, row_bytes=limits.row_bytes, rows=DATASET_ROWS)
     try:
         digest, _ = await service.controller.add_dataset(owner.id, _with_purpose(form), count, form.filename)
     except UnsupportedField:
@@ -379,13 +379,13 @@ async def _checked_grader(service: ServiceContext, tenant: str, given: Any, wher
     :class:`UnsupportedField`."""
     grader: OneGrader = await service.threads(read_grader, given, where)
     for model in grader_models(given):
-        if model not in service.graders.judges:
+        if model not in service.checks.graders.judges:
             try:
                 await service.controller.completions.find(tenant, model)
             except (NotFound, Unavailable) as error:
                 raise UnsupportedField(f"{where}.model: {error}", f"{where}.model") from None
     try:
-        await service.graders.threads(service.graders.check, grader)
+        await service.checks.graders.threads(service.checks.graders.check, grader)
     except ValueError as error:
         raise UnsupportedField(f"{where}.source: {error}", f"{where}.source") from None
     return grader
@@ -406,12 +406,12 @@ async def run_grader(service: Service, owner: Owner, given: GraderRun) -> Respon
         return ModelAnswer(answer.text, answer.prompt_tokens, len(answer.tokens))
 
     def ask(question: ModelQuestion) -> ModelAnswer:
-        judge = service.graders.judges.get(question.model)
+        judge = service.checks.graders.judges.get(question.model)
         if judge is not None:
             return answer_of(judge, question)
-        return service.graders.answer(asked(question), loop)
+        return service.checks.graders.answer(asked(question), loop)
 
-    return json_response(await service.graders.threads(_tried, grader, given, service.graders.tools(ask)))
+    return json_response(await service.checks.graders.threads(_tried, grader, given, service.checks.graders.tools(ask)))
 
 
 def _tried(grader: OneGrader, given: GraderRun, tools: GraderTools) -> dict[str, Any]:

@@ -106,7 +106,7 @@ async def host(socket: WebSocket, service: Service) -> None:
 async def authorize(request: Request, service: ServiceContext, signature: str, digest: str) -> None:
     """Raises :class:`NotFound` unless a worker whose key is valid signed to read the artifact ``digest`` now."""
     key = service.controller.reads.reader(signature, digest)
-    if key is None or await service.keys.find(key) is None:
+    if key is None or await service.credentials.keys.find(key) is None:
         raise NotFound("no such artifact, or the signature is not valid now")
     request.state.signed = True
 

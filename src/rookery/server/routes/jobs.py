@@ -306,7 +306,7 @@ def _upload(media_type: str, **schema: str) -> dict[str, Any]:
 async def add_dataset(service: Service, owner: Owner, request: Request) -> UploadedDataset:
     """Upload the rows of a ``jsonl`` environment: one JSON object per line."""
     limits = service.context.settings.limits
-    count = partial(service.checks.count_rows, row_bytes=limits.row_bytes, rows=DATASET_ROWS)
+    count = partial(service.checks.environments.count_rows, row_bytes=limits.row_bytes, rows=DATASET_ROWS)
     dataset, rows = await service.controller.add_dataset(owner.id, uploaded(request), count)
     return UploadedDataset(dataset=dataset, rows=rows)
 

@@ -154,7 +154,7 @@ async def complete_chat(
         service, options, target.name, logprobs=bool(options.logprobs), trainable=_trainable(source, target, options)
     )
     _limit_choices(options, 1)
-    await service.schemas.check(*schemas)
+    await service.checks.schemas.check(*schemas)
     prompt = await service.threads(_of_argument, "messages", _prepare_chat, source, target, chat, options, messages)
     return await _respond(service, source, owner, request, form, [prompt], min(limits, default=None))
 
@@ -269,7 +269,7 @@ async def respond(
         messages, schemas = await service.threads(_read_chat, options)
         target, chat = await source.open(owner, options.model)
         form = ResponsesFormat(service, asked, target.name, trainable=_trainable(source, target, options))
-        await service.schemas.check(*schemas)
+        await service.checks.schemas.check(*schemas)
         prompt = await service.threads(_of_argument, "messages", _prepare_chat, source, target, chat, options, messages)
         limit = options.max_completion_tokens
         choices, call = await _choices(service, source, options, [prompt], limit)

@@ -74,14 +74,14 @@ def _file(name: str, known: str) -> Response:
 async def sign_in(service: Service, owner: KeyHolder, request: Request, response: Response) -> None:
     """Sets the cookie of the page: its browser may then use the API without the key, for a week. Needs the
     key itself, not a cookie."""
-    service.signins.set_cookie(response, owner.key, secure=client_scheme(request) == "https")
+    service.credentials.signins.set_cookie(response, owner.key, secure=client_scheme(request) == "https")
 
 
 @routes.post("/sign-in/links", status_code=201)
 async def sign_in_link(service: Service, owner: KeyHolder) -> SignInLink:
     """A link that signs one browser in with the key of this request, as ``rookery open`` uses it. Needs the key
     itself, not a cookie."""
-    return SignInLink(path=f"/#/link/{service.signins.link(owner.key)}")
+    return SignInLink(path=f"/#/link/{service.credentials.signins.link(owner.key)}")
 
 
 @unsigned.post("/sign-in/links/{link}", status_code=204)
@@ -94,23 +94,23 @@ async def use_link(
     address = address_of(request)
     link_hash = hashlib.sha256(link.encode()).hexdigest()
     try:
-        service.failed_keys.check(address, link_hash)
+        service.credentials.failures.check(address, link_hash)
     except TooManyRequests:
         service.refusals["keys_limited"] += 1
         raise
     try:
-        key = service.signins.redeem(link)
+        key = service.credentials.signins.redeem(link)
     except Exception:
-        service.failed_keys.failed(address)
+        service.credentials.failures.failed(address)
         service.refusals["keys_failed"] += 1
         raise
-    service.signins.set_cookie(response, key, secure=client_scheme(request) == "https")
+    service.credentials.signins.set_cookie(response, key, secure=client_scheme(request) == "https")
 
 
 @routes.post("/sign-out", status_code=204)
 async def sign_out(service: Service, owner: Owner, response: Response) -> None:
     """Deletes the cookie of the page."""
-    service.signins.delete_cookie(response)
+    service.credentials.signins.delete_cookie(response)
 
 
 @routes.get("/account")
