@@ -78,9 +78,9 @@ def test_children_keep_docstrings_and_end(name: str) -> None:
 def test_signals_that_a_parent_ignores_or_blocks_reach_a_program(tmp_path: Path, inherited: str) -> None:
     """Without SIGCHLD the exit codes of its children are lost, such as that of a worker that refuses to start."""
     (tmp_path / "parent.py").write_text(
-        "import subprocess, sys, time\n"
+        "import signal, subprocess, sys\n"
         "print(subprocess.run([sys.executable, '-c', 'raise SystemExit(2)']).returncode, flush=True)\n"
-        "time.sleep(600)\n"
+        "signal.pause()\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     command = ["env", inherited, sys.executable, "-m", "rookery.start", "parent"]
@@ -93,7 +93,7 @@ def test_signals_that_a_parent_ignores_or_blocks_reach_a_program(tmp_path: Path,
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_ends_a_program_that_still_imports(tmp_path: Path, number: signal.Signals, code: int) -> None:
     """Also process 1 of a container, where a signal without a handler is lost."""
-    (tmp_path / "slow.py").write_text("import time\nprint('imports', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "slow.py").write_text("import signal\nprint('imports', flush=True)\nsignal.pause()\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     command = ["env", "--default-signal=INT", sys.executable, "-m", "rookery.start", "slow"]  # tests may ignore it
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
@@ -158,9 +158,9 @@ def test_process_1_waits_for_orphans_passes_signals_on_and_ends_as_its_program(
     [
         ("import sys; print(1, flush=True); sys.exit(5)", None, 5),
         ("import os; print(1, flush=True); os.kill(os.getpid(), 9)", None, 137),
-        ("import time; print(1, flush=True); time.sleep(600)", signal.SIGTERM, 143),
-        ("import time; print(1, flush=True); time.sleep(600)", signal.SIGINT, 130),
-        ("import time; print(1, flush=True); time.sleep(600)", signal.SIGHUP, 129),
+        ("import signal; print(1, flush=True); signal.pause()", signal.SIGTERM, 143),
+        ("import signal; print(1, flush=True); signal.pause()", signal.SIGINT, 130),
+        ("import signal; print(1, flush=True); signal.pause()", signal.SIGHUP, 129),
     ],
 )
 def test_process_1_has_the_exit_code_of_its_program(

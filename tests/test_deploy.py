@@ -347,7 +347,7 @@ def test_the_hook_of_a_ray_node_finds_the_workers_and_not_itself() -> None:
     assert "[r]ookery.worker.process" in loop and rest.strip() == "ray stop"
     word = f"word{secrets.token_hex(8)}"
     loop = loop.replace("[r]ookery.worker.process", f"[w]{word[1:]}")
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", word]) as process:
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", word]) as process:
         done = subprocess.run(
             [shell, flag, f"{loop} echo end"], capture_output=True, text=True, timeout=60, check=False
         )

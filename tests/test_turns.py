@@ -139,7 +139,7 @@ async def test_a_metered_coroutine_is_cancelled_and_cleans_up() -> None:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
-            await asyncio.sleep(0)
+            await settle(1)
             ended.append("cleaned")
             raise
 
@@ -172,7 +172,7 @@ async def test_further_tasks_of_a_request_are_charged_to_its_tenant() -> None:
         began = time.thread_time()
         while time.thread_time() - began < 0.02:
             pass
-        await asyncio.sleep(0)
+        await settle(1)
         return "done"
 
     assert await asyncio.create_task(charged(work())) == "done" and not spent

@@ -30,13 +30,13 @@ class Stored:
         if tenant != "alice":
             raise NotFound("no job")
         self.shows += 1
-        await asyncio.sleep(0)
+        await settle(1)
         cost = CostView(cost=0, reserved=0, preemptible=0, seconds=0, tokens_per_unit=None)
         return JobView.model_construct(id=job, state=self.state, reason="", cost=cost)
 
     async def page(self, tenant: str, job: str, after: int, limit: int) -> list[dict[str, Any]]:
         self.pages += 1
-        await asyncio.sleep(0)
+        await settle(1)
         return [{"step": step} for step in range(after + 1, self.steps)][:limit]
 
     async def last_step(self, tenant: str, job: str) -> int:
@@ -44,7 +44,7 @@ class Stored:
 
     async def encode(self, call: Callable[..., Any], *arguments: Any) -> Any:
         self.encodings.append(call)
-        await asyncio.sleep(0)
+        await settle(1)
         return call(*arguments)
 
     def commit(self, steps: int = 1) -> None:
@@ -135,7 +135,7 @@ class StoredSteps(Stored):
         self.take(steps)
 
     async def page(self, tenant: str, job: str, after: int, limit: int) -> list[dict[str, Any]]:
-        await asyncio.sleep(0)
+        await settle(1)
         return [row for row in self.rows if row["step"] > after][:limit]
 
     async def last_step(self, tenant: str, job: str) -> int:

@@ -1324,7 +1324,7 @@ async def test_wrong_keys_of_one_moment_are_tried_no_more_than_one_by_one() -> N
 
     async def look_up(key: str) -> None:
         tried.append(key)
-        await asyncio.sleep(0)
+        await settle(1)
         if key.startswith("wrong"):
             raise Unauthorized("unknown")
 

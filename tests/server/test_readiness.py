@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.support.peers import ManualClock
+from tests.support.peers import ManualClock, settle
 
 from rookery.errors import DatabaseAway
 from rookery.server.readiness import KEPT_SECONDS, Readiness
@@ -16,7 +16,7 @@ async def test_an_answer_is_cached_for_a_second_for_all_callers() -> None:
     async def ask() -> None:
         nonlocal asked
         asked += 1
-        await asyncio.sleep(0)
+        await settle(1)
         if away:
             raise DatabaseAway("the database does not answer", "host:5432 refused")
 

@@ -106,7 +106,7 @@ async def eventually(holds: Callable[[], bool | Awaitable[bool]]) -> None:
             result = holds()
             if result if isinstance(result, bool) else await result:
                 return
-            await asyncio.sleep(0)
+            await settle(1)
 
 
 # --- a worker ---------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class ScriptedWorker(Peer):
                         if self.chunks_left is not None:
                             self.chunks_left -= 1
                         self.sampled.update((request, chunk.offset + i) for i in range(len(chunk.tokens)))
-                        await asyncio.sleep(0)
+                        await settle(1)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -586,7 +586,7 @@ class Service:
                 if view.state == state:
                     return view
                 assert view.state not in ("completed", "failed", "cancelled", "paused"), (view.state, view.reason)
-                await asyncio.sleep(0)
+                await settle(1)
 
     async def pass_until(self, holds: Callable[[], object]) -> None:
         """Time passes, beat by beat, until something holds: what sleeps may begin to do so only after an answer of the

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from array import array
 from collections.abc import AsyncIterator, Callable
@@ -56,7 +55,7 @@ class Machine:
         return ComputeStatus(IDLE, frozenset(self.users))
 
     async def call(self, function: Callable[[Any], Any], touches: str = "") -> Any:
-        await asyncio.sleep(0)
+        await settle(1)
         return function(self)
 
     def post(self, name: str, function: Callable[[Any], Any], *, touches: str, **concerns: object) -> None:

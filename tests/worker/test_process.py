@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import os
@@ -19,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tests.support.dialled import PATIENCE_SECONDS, Connection, Dialled, Stream
 from tests.support.forked import ForkedProcess
-from tests.support.peers import eventually
+from tests.support.peers import eventually, settle
 from tests.support.small_model import save_small_model
 from tests.support.tiny import COMPUTED
 
@@ -678,7 +677,7 @@ async def test_fault_of_the_worker_is_lost_and_fault_of_the_operation_is_failed(
 
     class Troubled:
         async def call(self, function: Callable[..., Any], *, touches: str = "states") -> Any:
-            await asyncio.sleep(0)
+            await settle(1)
             raise error
 
     answers: list[tuple[str, str]] = []

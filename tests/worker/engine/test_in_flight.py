@@ -393,7 +393,7 @@ class Bench:
         return SimpleNamespace(adapters=frozenset(self.core.engine.adapters()))
 
     async def call(self, function: Callable[[WorkerCore], Any], *, touches: Touches) -> Any:
-        await asyncio.sleep(0)
+        await settle(1)
         return function(self.core)
 
     def post(self, name: str, function: Callable[[WorkerCore], Any], *, touches: Touches, **concerns: object) -> None:
