@@ -537,8 +537,9 @@ class StubbedRay:
     def __init__(self) -> None:
         self.found = [{"NodeID": "head", "NodeManagerAddress": "1.1.1.1", "Alive": True, "Labels": {}, "Resources": {}}]
         self.draining: Callable[[], set[str]] = set
+        self.looks = 0
         groups = Mock(placement_group=Mock(return_value=None))
-        here = Mock(nodes=lambda: self.found, get_runtime_context=lambda: Mock(get_job_id=lambda: "job"))
+        here = Mock(nodes=self.nodes, get_runtime_context=lambda: Mock(get_job_id=lambda: "job"))
         here._private.state.state.get_draining_nodes = lambda: self.draining()
         stored = Mock(internal_kv=Mock(_internal_kv_list=lambda prefix: []))
         self.modules = {
@@ -546,6 +547,10 @@ class StubbedRay:
             "ray.util.scheduling_strategies": Mock(),
             "ray.autoscaler": Mock(), "ray.autoscaler.sdk": Mock(), "ray.experimental": stored,
         }  # fmt: skip
+
+    def nodes(self) -> list[dict[str, Any]]:
+        self.looks += 1
+        return self.found
 
 
 @pytest.fixture
@@ -569,7 +574,7 @@ async def test_a_worker_that_refuses_on_its_node_ends_no_other_one(tmp_path: Pat
 
     actors.supervisor = Supervisor([*reserved, *spot], tmp_path / "logs", 5, spawn)
     ended = asyncio.create_task(actors.run())
-    await until(lambda: spot[0].state == "refused" and running(*reserved, spot[1]))
+    await until(lambda: spot[0].state == "refused" and running(*reserved, spot[1]) and stub.looks > 0)
     refusing.clear()
     stub.found = [*stub.found, stub.found[0] | {"NodeID": "larger"}]
     await until(lambda: running(*spot))

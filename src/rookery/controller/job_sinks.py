@@ -90,7 +90,7 @@ class SinkRules:
     """Most sinks of a tenant that are written at the same time, those of jobs that have just ended included. Full means
     wait, not fail."""
     beat_seconds: float = 60.0
-    """Between two reports that a run goes on, to a server that shows one as crashed that is silent for minutes."""
+    """Between two reports that a run continues, to a server that shows one as crashed that is silent for minutes."""
 
 
 SINK_RULES = SinkRules()

@@ -12,7 +12,7 @@ A request's time is known when it ends. It is charged the mean of the tenant's e
 rest as it runs, so that a hundred requests in one moment do not all begin.
 
 Checks of jobs and datasets are counted in the same way, apart from requests: their processes' time can be minutes, and
-a tenant that checked a large dataset goes on with its other work. So are the messages of its environment hosts, of
+a tenant that checked a large dataset continues its other work. So are the messages of its environment hosts, of
 which no more is read while they are beyond its share.
 """
 
@@ -221,7 +221,7 @@ class ServiceTime:
         return seconds
 
     def end(self, tenant: str, account: RequestAccount) -> None:
-        """The request has ended. What it goes on to spend, where its caller did not wait, is charged as it comes."""
+        """The request has ended. Time that it spends later, where its caller did not wait, is charged as it comes."""
         mean = self._means.get(tenant, FIRST_GUESS)
         self._means[tenant] = mean + MEMORY * (account.spent - mean)
         self._debts[tenant] = (self._clock.monotonic(), max(0.0, self.debt(tenant) - account.charged))

@@ -53,7 +53,7 @@ class SinkRun(Protocol):
         ...
 
     async def beat(self) -> None:
-        """Say that the job goes on."""
+        """Report that the job continues."""
         ...
 
 

@@ -136,7 +136,7 @@ class WandbRun:
         await self._append([], self._summary, kept, **ended)
 
     async def beat(self) -> None:
-        """Say that the run goes on."""
+        """Report that the run continues."""
         await self._ask(self._stream, {})
 
     async def _append(self, lines: list[str], summary: dict[str, float], kept: dict[str, Any], **more: Any) -> None:

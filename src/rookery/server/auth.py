@@ -78,7 +78,7 @@ API: tuple[KeyRole, ...] = ("tenant", "admin")
 
 class FailedKeys:
     """Wrong keys by address in the last minute. An address above the limit may use the keys that were valid here
-    before, and those ``known`` from the start, so a client behind the same proxy as an attacker goes on."""
+    before, and those ``known`` from the start, so a client behind the same proxy as an attacker continues."""
 
     def __init__(self, per_minute: int, known: Iterable[str] = ()) -> None:
         self._limit = per_minute

@@ -524,7 +524,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         return bool(self._unread) and (room or discarded) and not self.transport.is_closing()
 
     def _read_on(self) -> None:
-        """Reading was paused, and goes on."""
+        """Reading was paused, and resumes."""
         if not self._unread:
             self.transport.resume_reading()
         elif self._turn is None:

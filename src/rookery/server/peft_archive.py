@@ -42,7 +42,7 @@ CHUNK_BYTES = 1 << 20
 """Bytes of an uploaded file that are read at once."""
 
 RANGE = re.compile(r"bytes=(\d{1,18})-")
-"""The ranges that are served: a download that goes on where it broke. For others the whole file is sent."""
+"""The ranges that are served: a download that resumes where it broke. For others the whole file is sent."""
 
 
 def pack(artifacts: Artifacts, manifest: Manifest, created: float) -> tuple[int, Iterator[bytes]]:

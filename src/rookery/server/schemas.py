@@ -170,7 +170,7 @@ class RequestModel(GivenModel):
 
 
 def _outcome(value: Any) -> Any:
-    """An outcome may be said with true or false, as an environment's ``Step`` takes it."""
+    """An outcome may be given as true or false, as an environment's ``Step`` takes it."""
     return float(value) if isinstance(value, bool) else value
 
 

@@ -402,7 +402,7 @@ class PolicySpec(StrictModel):
     sampling: PolicySampling | None = None
     """Where this policy's [sampling](#policy_sampling) differs from the job's."""
     stop: PolicyStop | None = None
-    """When this policy [stops training](#policy_stop); the job goes on until all have."""
+    """When this policy [stops training](#policy_stop); the job continues until all have."""
 
     @model_validator(mode="after")
     def _frozen(self) -> PolicySpec:

@@ -177,9 +177,9 @@ class Database:
         self._identity: str | None = None
         """That of the database that :meth:`create` opened: a new connection to another one is refused."""
         self._away = False
-        """The last use of it failed: the operator was told."""
+        """The last use of it failed, which the log has reported."""
         self._refuses_writes = False
-        """It takes no writes: the operator was told."""
+        """It takes no writes, which the log has reported."""
         try:
             parsed = make_url(url)
         except (ArgumentError, ValueError):

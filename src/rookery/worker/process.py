@@ -8,7 +8,7 @@ Promises:
   exit code is 0.
 * A fault that belongs to no single operation ends the process with code 1, after sampled tokens have been sent; so does
   a hub that does not answer. A fault that a restart cannot repair (no such model, wrong token) ends it with code 2. The
-  service is told the reason of both, as far as it answers.
+  service receives the reason of both, as far as it answers.
 * With ``--die-with-parent`` it ends at once when its standard input ends.
 """
 
@@ -47,7 +47,7 @@ from rookery.worker.transfer.peers import listen
 log = logging.getLogger("rookery.worker")
 
 SWITCH_SECONDS = 0.001
-"""The I/O thread waits so long at most for the compute thread to let go of Python's lock. At Python's own five
+"""The I/O thread waits so long at most for the compute thread to release Python's lock. At Python's own five
 milliseconds, the upload of a small version, which takes the lock some forty times, waited 0.2 s beside a busy compute
 thread."""
 

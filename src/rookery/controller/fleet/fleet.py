@@ -188,7 +188,7 @@ class Fleet:
         return True
 
     def set_roles(self, worker: Worker, roles: frozenset[str] | None) -> None:
-        """``worker`` plays these of its roles from now on; None: all of them. What runs goes on."""
+        """``worker`` plays these of its roles from now on; None: all of them. Running requests continue."""
         if roles == worker.planned_roles:
             return
         worker.planned_roles = roles

@@ -251,7 +251,7 @@ class JobRunner:
             try:
                 async with asyncio.timeout(SINKS_SECONDS):
                     await asyncio.to_thread(self._sinks.close)
-            except TimeoutError:  # the thread goes on
+            except TimeoutError:  # the thread continues
                 extra = {"tenant": self.row.tenant, "job": self.row.id}
                 log.warning("the sinks of job %s are not closed after %g s", self.row.id, SINKS_SECONDS, extra=extra)
 

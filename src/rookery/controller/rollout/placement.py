@@ -168,7 +168,7 @@ class WorkerPool:
         self._missing: defaultdict[str, Counter[frozenset[str]]] = defaultdict(Counter)
         """By model: the sets of adapters that serving workers miss, and how many workers miss each."""
         self._quickest: dict[str, WorkerSlots] = {}
-        """By model: the worker of the highest throughput, as far as heartbeats have told since one was lost."""
+        """By model: the worker of the highest throughput, as far as heartbeats have reported since one was lost."""
         self._numbers = itertools.count(1)
         """Of assignments."""
         self._held: defaultdict[str, Counter[str]] = defaultdict(Counter)

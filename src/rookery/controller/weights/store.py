@@ -380,7 +380,7 @@ class WeightStore:
                 self.replicate(missing, [worker])
 
     def on_worker_lost(self, worker: Worker) -> None:
-        """It is not named as a source any more; who reads from it goes on while it answers, and asks for another."""
+        """It is not named as a source any more; its readers continue while it answers, then ask for another."""
         self._handed.lost(worker)
         worker.serves = False
         if self._serving.get(worker.hello.address) is worker:

@@ -193,7 +193,7 @@ def predict(
 
 def fitting_rows(machine: FleetMachine, demands: Sequence[JobDemand], states: int, *, trains: bool) -> int:
     """Sequences of the longest kind that decode together within the machine's memory, ``states`` training states and
-    the activations of a training slice aside; 0 where none fits."""
+    the activations of a training slice excluded; 0 where none fits."""
     longest = max(demand.longest for demand in demands)
     tokens = machine.cache_tokens
     if (memory := machine.memory) is not None:

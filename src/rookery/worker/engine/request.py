@@ -57,7 +57,7 @@ class RequestLogits:
 
     * Requests without such parameters have none: their logits are not read here.
     * The reported log-probability is that of the distribution after all changes. Tokens that it excludes have none.
-    * The state follows from the tokens of the request alone: a text that moves to another worker goes on as it began.
+    * The state follows from the tokens of the request alone: a text that moves to another worker continues as it began.
     """
 
     def __init__(self, params: protocol.LogitsParams, prompt: list[int], grammar: ReplyGrammar | None = None) -> None:

@@ -196,7 +196,7 @@ class TransferClient:
             log.info("version %d of %s did not arrive: %s", ref.version, ref.policy, one_line(error))
 
     def replace_sources(self, digest: str, sources: Iterable[str]) -> None:
-        """Read an artifact from these workers from now on, or from the service. What the service sends goes on."""
+        """Read an artifact from these workers from now on, or from the service. One from the service continues."""
         if digest in self._received:
             self._peers.replace_sources(digest, sources)
 

@@ -4,8 +4,8 @@ Promises of the server:
 
 * It serves artifacts of the cache to requests that a worker with the same key signed
   (:mod:`rookery.protocol.reads`). Every other request gets 404: other artifacts, other file names, the trainer's state.
-* An artifact that arrives is served as far as it is there; the response goes on as more arrives. A response whose bytes
-  do not arrive ends early, and the receiver goes on elsewhere.
+* An artifact that arrives is served as far as it is there; the response continues as more arrives. A response whose
+  bytes do not arrive ends early, and the receiver continues elsewhere.
 * It answers byte ranges, so that a receiver continues at the byte where another source stopped.
 * It runs in its own thread and serves a bounded number of requests at a time, so neither computation nor the worker's
   connection waits for it. Above the bound it answers 503, and the receiver uses another source.
