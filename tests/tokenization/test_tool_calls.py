@@ -304,6 +304,28 @@ def test_a_call_that_a_conversation_repeats_is_continued(template: str, text: st
     assert longer is not None and longer[: len(tokens)] == tokens
 
 
+@pytest.mark.parametrize("space", ["", "\n"])
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_call_is_continued_where_a_template_demands_one_before_a_result(space: str, stopped: bool) -> None:
+    """As that of gpt-oss does."""
+    chat = made(
+        "{%- for tool in tools or [] %}{{ tool | tojson }}<tool_call>{%- endfor %}{%- for m in messages %}"
+        "{%- if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls and messages[loop.index0 - 1].role != "
+        "'tool' %}{{ raise_exception('no call before it') }}{%- endif %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor %}"
+        f"<|im_end|>{{{{ '{space}' }}}}{{%- endfor %}}"
+        "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    sampled = chat.encode('<tool_call>{"arguments":  {"a": 1}, "name": "add"}</tool_call>')
+    sampled += [2] if stopped else []
+    tokens = [*chat.conversation(TURNS[:1], [ADD]), *sampled]
+    again = {**TURNS[2], "content": "THREE"}
+    longer = chat.continuation(tokens, sampled, [*TURNS, again], 1, [ADD])
+    assert longer is not None and longer[: len(tokens)] == tokens
+    whole = chat.conversation([*TURNS, again], [ADD])
+    assert longer[len(tokens) :] == whole[whole.index(2, len(tokens) - len(sampled)) + stopped :]
+
+
 def test_smollm2_has_tools_although_its_template_has_none() -> None:
     chat = Chat.load(smollm2_folder())
     assert (chat.tools.argument, chat.tools.style) == ("", "hermes")

@@ -291,9 +291,8 @@ class Chat:
         wrote, and in its place a text that is the ``same``; else None."""
         before = self.render(messages[:index], **arguments)
         after = self.render(messages, **arguments)
-        marked = [*messages[:index], {"role": "assistant", "content": _SENTINEL}, *messages[index + 1 :]]
-        _, found, rest = self.render(marked, **arguments).rpartition(_SENTINEL)
-        if not found or not rest or not (after.startswith(before) and after.endswith(rest)):
+        rest = self._after_reply(messages, index, arguments, after)
+        if not rest or not (after.startswith(before) and after.endswith(rest)):
             return None
         if len(before) + len(rest) > len(after) or not same(after[len(before) : len(after) - len(rest)]):
             return None
@@ -303,6 +302,20 @@ class Chat:
                 return None
             tail = tail[1:]
         return [*tokens, *tail]
+
+    def _after_reply(self, messages: Sequence[Message], index: int, arguments: Mapping[str, Any], written: str) -> str:
+        """The text that the template writes after the reply at ``index``, of the whole conversation's, ``written``;
+        empty where it cannot be told."""
+        marked = [*messages[:index], {"role": "assistant", "content": _SENTINEL}, *messages[index + 1 :]]
+        try:
+            _, found, rest = self.render(marked, **arguments).rpartition(_SENTINEL)
+        except UserError:  # as of results whose calls the mark has replaced
+            reply = self.render(messages[: index + 1], add_generation_prompt=False, **arguments)
+            kept = reply.rstrip()
+            ends = (self._added[token].content for token in self.stop_tokens if token in self._added)
+            end = max((text for text in ends if kept.endswith(text)), key=len, default="")
+            return written[len(kept) - len(end) :] if written.startswith(reply) else ""
+        return rest if found else ""
 
     def read_reply(
         self, tokens: Sequence[int], stops: Sequence[str], tools: Sequence[Mapping[str, Any]]
