@@ -42,9 +42,11 @@ class Reply:
     turn: int
     """0 for the first reply of the episode."""
     raw: str = ""
-    """The text with its special tokens, but the one that ended the reply; empty where ``special`` is."""
+    """The text with its special tokens, but the one that ended the reply, after ``<think>`` where the prompt opens a
+    thought with it; empty where ``special`` is."""
     special: Sequence[str] = ()
-    """The different special tokens in ``raw``, such as ``</think>`` where the tokenizer declares it special."""
+    """The different special tokens in ``raw``, such as ``</think>`` where the tokenizer declares it special; also the
+    ``<think>`` of the prompt."""
     logprobs: Sequence[float] = ()
     """The tokens' log-probabilities, where the policy continued ``Step.tokens``."""
     finish: str = ""

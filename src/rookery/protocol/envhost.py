@@ -137,9 +137,10 @@ class StepEpisode(Message, kw_only=True):
     tokens: list[int]
     messages: list[ChatMessage]
     raw: str = ""
-    """The reply's text with special tokens, without the one that ended it; empty where there is none."""
+    """The reply's text with special tokens, without the one that ended it, after the ``<think>`` with which the prompt
+    opens a thought; empty where there is none."""
     special: list[str] = msgspec.field(default_factory=list)
-    """The different special tokens in ``raw``."""
+    """The different special tokens in ``raw``, and the prompt's ``<think>``."""
     logprobs: list[float] = msgspec.field(default_factory=list)
     """Of the tokens, where the reply continues :attr:`Observation.tokens`."""
     finish: str = ""

@@ -193,6 +193,16 @@ class Chat:
         return text, [self._added[token].content for token in found]
 
     @cached_property
+    def prompt_end(self) -> str:
+        """The text with which the template opens a reply; empty where it opens none."""
+        asked = [{"role": "user", "content": "?"}]
+        try:
+            written, prompt = self.render(asked, add_generation_prompt=False), self.render(asked)
+        except UserError:
+            return ""
+        return prompt[len(written) :] if prompt.startswith(written) else ""
+
+    @cached_property
     def tools(self) -> ToolSupport:
         """The template's form of tools."""
         return support_of(self._source, self.render)

@@ -21,6 +21,7 @@ from rookery.aio import cancel_all
 from rookery.controller.fleet.env_hosts import EnvironmentFailed, EnvironmentRef, HostLost
 from rookery.controller.jobs.trajectory import episode_result_decoder, turns_decoder
 from rookery.environments.host import Host
+from rookery.environments.verifiers.parts import spoken
 from rookery.protocol.connection import ConnectionClosed
 from rookery.simulation.fakes.text import SPECIAL, STOP, TEMPLATE, byte_tokenizer, draw
 from rookery.spec.job import EnvironmentSpec
@@ -121,6 +122,22 @@ async def test_special_tokens_of_a_reply_reach_the_environment(service: Service)
         assert reply.text == whole.replace("E", "")
         assert (reply.raw, reply.special) == ((whole, ["E"]) if "E" in whole else ("", []))
     assert {bool(reply.special) for reply in replies} == {True, False}
+
+
+async def test_a_thought_that_the_prompt_opens_reaches_the_environment(service: Service) -> None:
+    """A reply that does not end it has no part that is judged."""
+    opened = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    service.chat = Chat(
+        byte_tokenizer(), opened, special={"eos_token": SPECIAL[STOP]}, ends=[STOP], context=service.chat.context
+    )
+    replies: list[protocol.StepEpisode] = []
+    await service.join(script=steps(replies.append))
+    await service.ends(await run(service, stop__steps=1))
+    for reply in replies:
+        assert (reply.raw, reply.special) == (f"<think>{reply.text}", ["<think>"])
+        assert spoken(reply.text, reply.raw, reply.special) is None
+        assert spoken(f"{reply.text}</think>4", f"{reply.raw}</think>4", reply.special) == "4"
+    assert replies
 
 
 async def test_members_of_a_group_differ_only_in_their_seeds(service: Service) -> None:
