@@ -13,6 +13,7 @@ from tests.support.draws import examples
 from torch import Tensor
 
 from rookery.algorithms.losses import LOSSES, MAX_KL_GAP, PAIRED_LOSSES, kl_penalty
+from rookery.bounds import FLOAT32
 from rookery.spec.policy import LOSS_PARAMETERS
 
 SEGMENTS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 2]
@@ -58,6 +59,16 @@ REFERENCES: dict[str, Callable[[list[float], list[float], list[float], int], tup
     ),
     "gspo": lambda p, q, a, i: clip_reference(math.exp(mean_gap(p, q, i)), a[i], 0.8, 1.2),
 }
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_largest_and_the_smallest_parameters_are_computed_in_float32(name: str) -> None:
+    """Torch does not compare float32 with larger parameters, which a job is refused for."""
+    drawn = [part.float() if part.is_floating_point() else part for part in sample(0)]
+    for parameter in LOSS_PARAMETERS[name]:
+        for value in (0.99 * FLOAT32, 5e-324):
+            params = LOSS_PARAMETERS[name] | {parameter: value}
+            assert LOSSES[name](*drawn, **params).total.dtype == torch.float32
 
 
 def test_every_loss_has_a_reference_and_its_parameters() -> None:

@@ -83,6 +83,8 @@ def _problem(error: ErrorDetails, path: str, known: Sequence[str], hint: str) ->
         return f"{path}: missing" + (f"; such as {EXAMPLES[path]}" if path in EXAMPLES else "")
     message = error["msg"].removeprefix("Value error, ")
     message = re.sub(r"^(Input|String|List|Dictionary) should (be )?", "", message)
+    message = re.sub(r"[0-9]{21,}", lambda digits: f"{float(digits[0]):g}", message)  # a bound such as float32's
+    message = re.sub(r" after validation, not \w+$", "", message)  # of a list or a mapping with too many items
     message = re.sub(r"^a valid string$", "a text, in quotes", message)
     message = re.sub(r"a valid dictionary or instance of \w+|a valid dictionary", "a mapping of fields", message)
     if error["type"] == "value_error" and isinstance(error["input"], dict):

@@ -75,9 +75,13 @@ Temperature = Annotated[float, Field(ge=0), AfterValidator(_usable)]
 """Temperature of a completion: 0 takes the likeliest token."""
 
 
-def check_clipping(params: dict[str, float]) -> dict[str, float]:
-    """The parameters of a loss. Raises ``ValueError`` for bounds of the ratio that do not enclose 1, the ratio of a
-    token that the trained policy itself sampled: with a high bound below 1 no good reply has a gradient."""
+def check_parameters(params: dict[str, float]) -> dict[str, float]:
+    """The parameters of a loss. Raises ``ValueError`` for numbers that float32 does not hold, in which a loss is
+    computed, and for bounds of the ratio that do not enclose 1, the ratio of a token that the trained policy itself
+    sampled: with a high bound below 1 no good reply has a gradient."""
+    for name, value in params.items():
+        if not abs(value) < FLOAT32:
+            raise ValueError(f"{name} is below {FLOAT32:g}, given {value:g}")
     low, high = params.get("clip_low_threshold", 1.0), params.get("clip_high_threshold", 1.0)
     if low > 1:
         raise ValueError(f"clip_low_threshold is a bound of the ratio, at most 1, given {low:g}")
@@ -110,7 +114,7 @@ class LossSpec(SpecModel):
                 )
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
                 raise ValueError(f"{key} is a number above 0, given {short(repr(value))}")
-        check_clipping(self.params)
+        check_parameters(self.params)
         return self
 
     @property
@@ -164,7 +168,7 @@ class AlgorithmSpec(StrictModel):
     that they expire first. `fifo`: those that were complete first."""
     loss: Annotated[LossSpec, BeforeValidator(named)] = LossSpec()
     """The loss of a token: a name or a [loss](#loss)."""
-    kl_weight: float = Field(0.0, ge=0)
+    kl_weight: float = Field(0.0, ge=0, lt=FLOAT32)
     """Weight of a KL penalty (k3 estimator), added per token. Not with `cross_entropy`, which gives no weight to
     episodes below their group's mean, and not with `full`, which keeps no other model."""
     kl_reference: Literal["start", "base"] = "start"
@@ -313,7 +317,7 @@ class PolicyAlgorithm(StrictModel):
     """The order of complete groups."""
     loss: Annotated[LossSpec | None, BeforeValidator(named)] = None
     """The loss of a token: a name or a [loss](#loss)."""
-    kl_weight: float | None = Field(None, ge=0)
+    kl_weight: float | None = Field(None, ge=0, lt=FLOAT32)
     """Weight of the KL penalty."""
     kl_reference: Literal["start", "base"] | None = None
     """The model that the KL penalty compares with."""

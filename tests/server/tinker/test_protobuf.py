@@ -228,6 +228,8 @@ def test_weights_that_are_not_finite_are_refused(value: float) -> None:
             {"clip_low_threshold": 1.2, "clip_high_threshold": 0.8},
             "clip_low_threshold is a bound of the ratio, at most 1",
         ),
+        ({"clip_high_threshold": 1e300}, r"clip_high_threshold is below 3.4e\+38, given 1e\+300"),
+        ({"clip_low_threshold": -1e39}, r"clip_low_threshold is below 3.4e\+38, given -1e\+39"),
     ],
 )
 def test_bounds_that_no_ratio_of_1_is_within_are_refused(config: dict[str, float], line: str) -> None:

@@ -28,7 +28,7 @@ from rookery.controller.sessions.operations import ForwardBackwardOperation, For
 from rookery.errors import UserError, count_of, installs, short
 from rookery.server.bodies import INLINE_BYTES, BodyRefused
 from rookery.server.response_room import LARGE_BYTES
-from rookery.spec.policy import LOSS_PARAMETERS, check_clipping
+from rookery.spec.policy import LOSS_PARAMETERS, check_parameters
 
 PROTOBUF = "application/x-protobuf"
 
@@ -232,7 +232,7 @@ def _parameters(message: Any) -> dict[str, float]:
         if not math.isfinite(number):
             raise UserError(f"loss_fn_config.{key}: {number} is not finite")
     try:
-        return check_clipping({**known, **given})
+        return check_parameters({**known, **given})
     except ValueError as error:
         raise UserError(f"loss_fn_config.{error}") from None
 
