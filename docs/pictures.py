@@ -22,9 +22,9 @@ from rookery.client import Client, Job
 
 FOLDER = Path(__file__).parent
 WIDTH, PHONE = 1360, 390
-TALLEST = 1600
-"""Pixels of a picture: further down are more of the same."""
-COLORS = 128
+TALLEST, RUN = 1600, 930
+"""Pixels of a picture, and of that of a run: further down are more of the same."""
+COLORS = 256
 
 
 def take(page: Any, name: str, height: int = TALLEST) -> None:
@@ -32,7 +32,6 @@ def take(page: Any, name: str, height: int = TALLEST) -> None:
     page.wait_for_function("() => !document.querySelector('main').textContent.includes('Loading …')")
     page.wait_for_timeout(1500)
     page.mouse.move(2, 2)
-    page.evaluate("document.activeElement.blur()")
     shown = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
     shown = shown.crop((0, 0, shown.width, min(shown.height, height)))
     shown.quantize(COLORS, dither=Image.Dither.NONE).save(FOLDER / f"{name}.png", optimize=True)
@@ -50,8 +49,8 @@ def main(run: str, several: str = "") -> None:
     with Client() as client, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
 
-        def opened(width: int, scheme: str) -> Any:
-            context = browser.new_context(viewport={"width": width, "height": 700}, color_scheme=scheme)
+        def opened(width: int, scheme: str, **device: Any) -> Any:
+            context = browser.new_context(viewport={"width": width, "height": 700}, color_scheme=scheme, **device)
             page = context.new_page()
             page.goto(client.sign_in_link())
             page.wait_for_selector("header.top")
@@ -60,17 +59,21 @@ def main(run: str, several: str = "") -> None:
         job = client.job(run)
         group, episode = chosen(job)
         page = opened(WIDTH, "light")
-        views = {"page-run": "", "page-group": f"/group/{group}", "page-timeline": "/timeline"}
-        for name, view in views.items():
+        views = {
+            "page-run": ("", RUN),
+            "page-group": (f"/group/{group}", TALLEST),
+            "page-timeline": ("/timeline", TALLEST),
+        }
+        for name, (view, height) in views.items():
             page.goto(f"{client.url}/#/run/{job.id}{view}")
-            take(page, name)
+            take(page, name, height)
         if several:
             page.goto(f"{client.url}/#/run/{client.job(several).id}")
             take(page, "page-policies", 1000)
         dark = opened(WIDTH, "dark")
         dark.goto(f"{client.url}/#/run/{job.id}/episode/{episode}")
         take(dark, "page-episode-dark")
-        phone = opened(PHONE, "light")
+        phone = opened(PHONE, "light", is_mobile=True, has_touch=True)
         phone.goto(f"{client.url}/#/run/{job.id}")
         take(phone, "page-run-phone", 800)
         browser.close()
