@@ -29,6 +29,8 @@ TEXT = 1 << 17
 ACTIONS = 200
 """Most actions that a prompt lists."""
 
+DASHES = "\u2010\u2011\u2012\u2013\u2212\ufe58\ufe63\uff0d-"
+"""All signs that replies write as a minus: those of :mod:`rookery.environments.verifiers.numbers`, and the hyphen."""
 COLOURED = re.compile(r"\x1b\[[0-9;]*[1-9][0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
 """A coloured part of a picture, such as the square of the player."""
 
@@ -94,7 +96,8 @@ class Gymnasium:
         self.actions = given["actions"] or [str(self.first + number) for number in range(count)]
         names = "|".join(re.escape(name) for name in sorted(self.actions, key=len, reverse=True))
         # no part of another word, nor of a number: 1 is in neither -1 nor 0.1
-        self.pattern = re.compile(rf"(?<![\w\u2212-])(?<!\d[.,])(?:{names})(?![\w-])(?![.,]\d)", re.IGNORECASE)
+        part = rf"[\w{DASHES}]"
+        self.pattern = re.compile(rf"(?<!{part})(?<!\d[.,])(?:{names})(?!{part})(?![.,]\d)", re.IGNORECASE)
         self.numbers = {name.casefold(): self.first + number for number, name in enumerate(self.actions)}
         self.choices = f"Reply with one of: {', '.join(self.actions)}." if self.actions else ""
 
