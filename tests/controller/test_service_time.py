@@ -115,7 +115,9 @@ async def test_messages_of_hosts_wait_apart_from_requests() -> None:
     hosts.spend("a", 100.0)
     assert hosts.late("a") == 0.0, "no other tenant works"
     await request(requests, "b", 0.001)
-    assert hosts.late("a") == LONGEST_PAUSE and hosts.late("b") == 0.0
+    assert hosts.late("a") == pytest.approx(LONGEST_PAUSE * BESIDE_JOBS) and hosts.late("b") == 0.0
+    hosts.spend("a", 100.0)
+    assert hosts.late("a") == LONGEST_PAUSE, "another one works now"
     await request(requests, "a", 100.0)
     await request(requests, "b", 0.001)
     assert clock.now == 1000.0, "neither waits for the messages of hosts"
@@ -268,6 +270,20 @@ async def test_other_tenants_are_active_for_a_while_after_a_request() -> None:
     assert clock.now == before
 
 
+@pytest.mark.parametrize("working", ["", "b"], ids=["requests come", "a job runs"])
+async def test_the_time_of_a_lone_tenant_refuses_nothing_when_another_comes(working: str) -> None:
+    """It was owed without a bound: after a minute alone, every request of the next three was refused."""
+    clock, others = Manual(), set[str]()
+    times = ServiceTime(clock, lambda tenant: 0.25, TooManyRequests, lambda: others)
+    for _ in range(60):
+        await request(times, "a", 1.0)
+    others.update(working)
+    await request(times, "b", 0.001)
+    began = clock.now
+    await request(times, "a", 0.001)
+    assert clock.now - began <= LONGEST_PAUSE * 1.1
+
+
 async def test_a_long_check_delays_the_next_one_by_a_bounded_pause() -> None:
     clock = Manual()
     times = ServiceTime(clock, lambda tenant: 0.25, TooManyRequests, lambda: {"b"}, burst=2.0, longest_pause=5.0)
@@ -280,7 +296,7 @@ async def test_a_long_check_delays_the_next_one_by_a_bounded_pause() -> None:
 
 
 async def test_time_after_the_end_of_a_request_is_charged_in_full() -> None:
-    times, _ = made()
+    times, _ = made(working="b")
     account = await times.begin("a")
     times.end("a", account)
     times.spend("a", 1.0, account)
@@ -294,7 +310,7 @@ async def test_the_next_check_is_charged_the_mean_of_earlier_ones_in_advance(tmp
         yield b"{}"
 
     def count(path: Path) -> int:
-        add_child_seconds(1.0)
+        add_child_seconds(0.25)
         raise UserError("no row")
 
     store = SimpleNamespace(run=in_thread)
@@ -312,11 +328,11 @@ async def test_the_next_check_is_charged_the_mean_of_earlier_ones_in_advance(tmp
     validator = JobValidator(services, unused, unused, quotas, unused, unused, Counter())
     with pytest.raises(UserError):
         await validator.add_dataset("a", chunks(), count)
-    assert 1.0 <= times.seconds["a"] < 1.5
+    assert 0.25 <= times.seconds["a"] < 0.5
     before = times.debt("a")
     assert before == pytest.approx(times.seconds["a"]), "charged once"
     await times.begin("a")
-    assert times.debt("a") - before >= FIRST_GUESS + MEMORY * (1.0 - FIRST_GUESS)
+    assert times.debt("a") - before >= FIRST_GUESS + MEMORY * (0.25 - FIRST_GUESS)
 
 
 async def test_a_request_looks_at_no_tenant_that_was_here_before() -> None:

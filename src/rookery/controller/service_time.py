@@ -1,12 +1,13 @@
 """Processor time of the service by tenant: how much each took, and whose requests wait because of it.
 
-The event loop answers everybody. While a tenant alone uses the service it may take all of its time. While others work
-here too, a tenant may take ``tenant_service_share`` seconds of it in a second: beyond that its next requests wait, one
-after another, and are refused with status 429 after :data:`LONGEST_WAIT`, those for work after
-:data:`LONGEST_WORK_WAIT`. The response to a request that is refused before it waits, such as one beyond the tenant's
-rate, waits in the same line, for :data:`LONGEST_PAUSE` at most, and one that has waited before it was refused for the
-rest of that: a client that sends its next request at each refusal takes no more than its share. Refusals of one moment
-that have waited for so long follow each other by :data:`SHORTEST_PAUSE`.
+The event loop answers everybody. While a tenant alone uses the service it may take all of its time, for which it waits
+:data:`LONGEST_PAUSE` at most once another one comes. While others work here too, a tenant may take
+``tenant_service_share`` seconds of it in a second: beyond that its next requests wait, one after another, and are
+refused with status 429 after :data:`LONGEST_WAIT`, those for work after :data:`LONGEST_WORK_WAIT`. The response to a
+request that is refused before it waits, such as one beyond the tenant's rate, waits in the same line, for
+:data:`LONGEST_PAUSE` at most, and one that has waited before it was refused for the rest of that: a client that sends
+its next request at each refusal takes no more than its share. Refusals of one moment that have waited for so long
+follow each other by :data:`SHORTEST_PAUSE`.
 
 A request's time is known when it ends. It is charged the mean of the tenant's earlier requests when it begins, and the
 rest as it runs, so that a hundred requests in one moment do not all begin.
@@ -168,8 +169,15 @@ class ServiceTime:
                 prepaid = min(account.charged, seconds)
                 account.charged -= prepaid
                 seconds -= prepaid
-            most = self._burst + self._longest_pause * self._share(tenant)
-            self._debts[tenant] = (self._clock.monotonic(), min(most, self.debt(tenant) + seconds))
+            owed = min(self._most(tenant), self.debt(tenant) + seconds)
+            self._debts[tenant] = (self._clock.monotonic(), owed)
+
+    def _most(self, tenant: str) -> float:
+        """The largest debt of the tenant. Nobody waited for the time of one that is alone: it refuses no request of
+        later."""
+        if self._others_work(tenant):
+            return self._burst + self._longest_pause * self._share(tenant)
+        return self._burst + min(self._longest_pause, LONGEST_PAUSE) * self._full_share(tenant) * BESIDE_JOBS
 
     def debt(self, tenant: str) -> float:
         """The seconds that the tenant took beyond its share; they are forgotten as time passes."""
