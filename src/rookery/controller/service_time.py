@@ -169,7 +169,9 @@ class ServiceTime:
                 prepaid = min(account.charged, seconds)
                 account.charged -= prepaid
                 seconds -= prepaid
-            owed = min(self._most(tenant), self.debt(tenant) + seconds)
+            owed = self.debt(tenant) + seconds
+            if owed > self._burst:  # a smaller one is below every bound
+                owed = min(owed, self._most(tenant))
             self._debts[tenant] = (self._clock.monotonic(), owed)
 
     def _most(self, tenant: str) -> float:
