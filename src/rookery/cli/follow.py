@@ -130,16 +130,15 @@ class Follower:
             events = self._job.events(EVENTS_SHOWN)
         except RookeryError:  # the stream of the job reports what is wrong
             return
-        found = Counter(tuple(event.values()) for event in events)
-        left = self._seen.copy()
-        for event in events:
-            left[tuple(event.values())] -= 1
-            if left[tuple(event.values())] < 0 and event.kind not in QUIET_KINDS:
+        keys = [tuple(event.values()) for event in events]
+        known, self._seen = self._seen, Counter(keys)
+        for key, event in zip(keys, events, strict=True):
+            known[key] -= 1
+            if known[key] < 0 and event.kind not in QUIET_KINDS:
                 if self._cli.json:
                     print_json({"event": event})
                 else:
                     self._write(f"{event.kind.replace('_', ' ')}: {printable(event.text)}", STYLES.get(event.kind, ""))
-        self._seen = found
 
 
 def pause_line(job: Job, view: Record, continues: str = "") -> str:

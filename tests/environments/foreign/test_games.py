@@ -18,8 +18,10 @@ from tests.support.waiting import until
 from rookery.client import Client
 from rookery.environments.base import Reply, Step
 from rookery.environments.builtins import find
+from rookery.environments.foreign import games_process
 from rookery.environments.foreign.games import Game, check_argument, parse_games, set_games
 from rookery.environments.foreign.process import LibraryFailed
+from rookery.environments.verifiers import numbers
 from rookery.errors import RookeryError, UserError
 
 PYTHON = Path(__file__).parents[3] / ".bench" / "games" / "bin" / "python"
@@ -94,6 +96,11 @@ async def move(episode: Any, text: str) -> Step:
 def shown(step: Step) -> str:
     [message] = step.messages
     return message["content"]
+
+
+def test_a_minus_of_a_move_is_that_of_the_verifiers() -> None:
+    """The program stands alone, so that it has a copy of their signs."""
+    assert set(games_process.DASHES) == {*numbers.DASHES, "-"}
 
 
 @pytest.mark.usefixtures("tiny")

@@ -33,9 +33,9 @@ class SessionRules:
     slot_wait: float = 5.0
     """A model with an unfinished gradient keeps its trainer slot this long without a call while others wait."""
     runs_loaded: int = 256
-    """Training runs of one tenant in memory beside those with operations: a further one takes the place of the one that
-    got its last operation before the others. It costs that one a start of the service: its state is read from the
-    artifacts."""
+    """Training runs of one tenant in memory, not counting those with operations: a further one takes the place of the
+    one that got its last operation before the others. It costs that one a start of the service: its state is read from
+    the artifacts."""
 
 
 SESSION_RULES = SessionRules()

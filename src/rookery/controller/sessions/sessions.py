@@ -61,7 +61,6 @@ SEEN_SECONDS = 60.0
 SWEEP_SECONDS = 60.0
 """How often expired rows are looked for: their lifetimes are hours."""
 
-
 LORA_ALPHA = 32.0
 """Clients' adapters are scaled by this over their rank; the API has no field for it."""
 

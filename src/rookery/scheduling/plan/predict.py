@@ -67,11 +67,12 @@ class Device:
 def able(device: Device, demands: Sequence[JobDemand]) -> Device:
     """The device with those of its roles for which it has the context and the memory."""
     machine = device.machine
-    roles = set()
-    if machine.context > max(demand.prompt_tokens for demand in demands):
-        roles |= {"rollout"} if fitting_rows(machine, demands, 0, trains=False) else set()
-    roles |= {"train"} if _trains_in_memory(machine, demands, 1) else set()
-    return replace(device, may=device.may & roles)
+    reads = machine.context > max(demand.prompt_tokens for demand in demands)
+    able_to = {
+        "rollout": reads and fitting_rows(machine, demands, 0, trains=False) > 0,
+        "train": _trains_in_memory(machine, demands, 1),
+    }
+    return replace(device, may=frozenset(role for role in device.may if able_to[role]))
 
 
 def devices_of(fleet: FleetSpec) -> list[Device]:
@@ -167,7 +168,8 @@ def predict(
             return impossible(
                 f"{devices[i].name} has no memory for the states of {count_of(len(policies[i]), 'policy')}"
             )
-    pool, generating = (_pool(devices, demands, rolling, rows, beside, balanced) for beside in (train, {}))
+    pool = _pool(devices, demands, rolling, rows, train, balanced)
+    generating = _pool(devices, demands, rolling, rows, {}, balanced)
     apart = generating.seconds + max(train.values())
     overlap = max(pool.seconds, max(train.values()))
     total = sum(demand.replies for demand in demands)
@@ -175,13 +177,13 @@ def predict(
     chains = [_chain(fleet, devices, demands, j, rolling, rows, trainers[j], balanced) for j in range(len(demands))]
     seconds = max(overlap + max(0.0, serial * (apart - overlap)), *chains)
 
-    def shared(beside: dict[int, float], alone: dict[int, float], i: int) -> float:
-        return (1 - serial) * beside.get(i, 0.0) + serial * alone.get(i, 0.0)
+    def mean(overlapped: dict[int, float], alone: dict[int, float], i: int) -> float:
+        return (1 - serial) * overlapped.get(i, 0.0) + serial * alone.get(i, 0.0)
 
     uses = [
         DeviceUse(
-            role, rows.get(i, 0), shared(pool.episodes, generating.episodes, i), policies.get(i, ()),
-            shared(pool.busy, generating.busy, i), train.get(i, 0.0),
+            role, rows.get(i, 0), mean(pool.episodes, generating.episodes, i), policies.get(i, ()),
+            mean(pool.busy, generating.busy, i), train.get(i, 0.0),
         )
         for i, role in enumerate(roles)
     ]  # fmt: skip
