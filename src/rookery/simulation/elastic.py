@@ -12,7 +12,15 @@ from random import Random
 from typing import Self
 
 from rookery.controller.rollout.rules import ROLLOUT_RULES
-from rookery.scheduling.elastic import CERTAIN, HEADROOM, LEAST_STEPS, StepWindow, wanted_workers
+from rookery.scheduling.elastic import (
+    CERTAIN,
+    HEADROOM,
+    LEAST_STEPS,
+    PoolStep,
+    change_of,
+    step_window,
+    wanted_workers,
+)
 
 TRAJECTORIES = 64
 """Consumed by each step."""
@@ -78,7 +86,7 @@ def replay(
     """The trajectories of a step are generated while the one before trains (``max_staleness`` 1), so a step takes as
     long as the slower of the two. A worker that was asked for is paid for from then on, and generates later."""
     run, starting = PoolRun(), list[float]()
-    seen: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)  # of each step: wait, seconds, seconds with requests
+    change, seen = 0, deque[PoolStep](maxlen=WINDOW)
     for generation, training in zip(trace.generation, trace.training, strict=True):
         joined = [when for when in starting if when <= run.seconds]
         if joined:
@@ -90,13 +98,11 @@ def replay(
         run.waits.append(wait / time)
         run.seconds += time
         run.worker_seconds += time * (workers + len(starting) + 1)
-        seen.append((wait, time, generation / workers))
+        seen.append(PoolStep(wait, time, TRAJECTORIES, TRAJECTORIES, time, generation))
         if not elastic or len(seen) < LEAST_STEPS or starting:
             continue
-        waited, seconds, worked = map(sum, zip(*seen, strict=True))
-        trajectories = len(seen) * TRAJECTORIES
-        window = StepWindow(workers, len(seen), waited, seconds, trajectories, trajectories, min(1.0, worked / seconds))
-        wanted = wanted_workers(window, headroom=headroom, certain=certain)
+        wanted = wanted_workers(step_window(workers, seen), workers, change, headroom=headroom, certain=certain)
+        change = change_of(workers, wanted, change)
         if wanted != workers:
             starting = [run.seconds + START_SECONDS] * max(0, wanted - workers)
             workers = min(workers, wanted)

@@ -28,16 +28,16 @@ RIGHT = 4
 
 
 class Workers:
-    """A fleet of workers that were busy for a given share of the time."""
+    """A fleet of workers that are busy for a given share of the time."""
 
     def __init__(self, clock: ManualClock, busy: float) -> None:
-        self.clock, self.busy, self.names = clock, busy, ["w1", "w2"]
+        self.clock, self.busy, self.names, self.worked = clock, busy, ["w1", "w2"], 0.0
 
     def serving(self, role: str, model: str) -> list[Any]:
         return [type("W", (), {"name": name})() for name in self.names] if model == MODEL else []
 
     def busy_seconds(self, worker: Any) -> float:
-        return self.busy * self.clock.monotonic()
+        return self.worked
 
 
 def pool(folder: Path, busy: float = 1.0, **settings: Any) -> tuple[ElasticPool, Workers, list[tuple[str, int]]]:
@@ -56,6 +56,7 @@ def steps(found: ElasticPool, workers: Workers, wait: float, count: int = 2) -> 
     for _ in range(count):
         found.entered(MODEL, 8)
         workers.clock.now += 10.0
+        workers.worked += 10.0 * workers.busy
         found.step(MODEL, waited=10 * wait, seconds=10.0, consumed=8)
 
 
@@ -91,6 +92,16 @@ def test_a_fixed_number_is_shown_and_not_acted_on(tmp_path: Path) -> None:
     found, workers, asked = pool(tmp_path)
     steps(found, workers, 0.5)
     assert found.wanted(MODEL) == 4 and asked == []
+
+
+def test_a_shown_number_stays_where_workers_have_requests_for_about_half_of_the_time(tmp_path: Path) -> None:
+    found, workers, _ = pool(tmp_path)
+    shown = set()
+    for busy in (0.6, 0.6, 0.45, 0.55, 0.49, 0.51, 0.45, 0.55):
+        workers.busy = busy
+        steps(found, workers, 0.9, count=1)
+        shown.add(found.wanted(MODEL))
+    assert shown == {None, 3}
 
 
 async def test_an_asynchronous_job_is_counted_and_a_synchronous_one_is_not(tmp_path: Path) -> None:

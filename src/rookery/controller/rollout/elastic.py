@@ -17,25 +17,10 @@ from typing import Any
 from rookery.clock import Clock
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
-from rookery.scheduling.elastic import LEAST_STEPS, StepWindow, wanted_workers, within
+from rookery.scheduling.elastic import LEAST_STEPS, PoolStep, change_of, step_window, wanted_workers, within
 from rookery.settings import Settings
 
 log = logging.getLogger("rookery.controller.rollout.elastic")
-
-
-@dataclass
-class _Step:
-    """A step of a window."""
-
-    ended: float
-    """By the monotonic clock."""
-    busy: float
-    """The seconds with requests of all workers by its end."""
-    waited: float
-    seconds: float
-    entered: int
-    """Trajectories that became complete since the step before."""
-    consumed: int
 
 
 @dataclass
@@ -44,25 +29,19 @@ class _Window:
 
     workers: frozenset[str]
     """Their names."""
-    before: _Step
-    """The step before its first one: its end and its busy seconds are the beginning of the window."""
-    steps: deque[_Step]
+    ended: float
+    """The end of the last step by the monotonic clock, at first the beginning of the window."""
+    busy: float
+    """The seconds with requests of all workers by then."""
+    steps: deque[PoolStep]
     entered: int = 0
     """Trajectories that became complete since the last step."""
     wanted: int | None = None
     """The number of workers that the last steps led to; None for the first ones."""
+    change: int = 0
+    """The sign of its last change."""
     quiet: int = 0
     """Steps since the cluster was asked for that number."""
-
-    def seen(self) -> StepWindow:
-        steps, last = self.steps, self.steps[-1]
-        count = max(1, len(self.workers))
-        elapsed = max(1e-9, last.ended - self.before.ended) * count
-        return StepWindow(
-            count, len(steps), sum(step.waited for step in steps), sum(step.seconds for step in steps),
-            sum(step.entered for step in steps), sum(step.consumed for step in steps),
-            min(1.0, max(0.0, (last.busy - self.before.busy) / elapsed)),
-        )  # fmt: skip
 
 
 class ElasticPool:
@@ -108,16 +87,16 @@ class ElasticPool:
     def step(self, model: str, *, waited: float, seconds: float, consumed: int) -> None:
         """An asynchronous policy took a step with ``consumed`` trajectories in ``seconds``, for ``waited`` of which
         there were too few trajectories."""
-        window = self._window(model)
-        if len(window.steps) == window.steps.maxlen:
-            window.before = window.steps[0]
-        window.steps.append(self._step(model, waited, seconds, window.entered, consumed))
-        window.entered, window.quiet = 0, window.quiet + 1
+        window, now, busy = self._window(model), self._clock.monotonic(), self._busy(model)
+        step = PoolStep(waited, seconds, window.entered, consumed, now - window.ended, busy - window.busy)
+        window.steps.append(step)
+        window.ended, window.busy, window.entered, window.quiet = now, busy, 0, window.quiet + 1
         acts = self._settings.scale_max > 0
         awaited = acts and window.wanted not in (None, len(window.workers))  # the cluster still starts or ends workers
         if len(window.steps) < (self._window_steps if awaited else min(LEAST_STEPS, self._window_steps)):
             return
-        wanted = wanted_workers(window.seen())
+        before = len(window.workers) if window.wanted is None else window.wanted
+        wanted = wanted_workers(step_window(len(window.workers), window.steps), before, window.change)
         if acts:
             wanted = within(wanted, self._settings.scale_min, self._settings.scale_max)
         if wanted != window.wanted:
@@ -125,9 +104,9 @@ class ElasticPool:
         if wanted != window.wanted or window.quiet >= self._window_steps:  # a worker that failed is started again
             window.quiet = 0
             self._request(model, wanted)
-        window.wanted = wanted
+        window.wanted, window.change = wanted, change_of(before, wanted, window.change)
         if acts and wanted != len(window.workers):
-            self._windows[model] = self._new(model, wanted)
+            self._windows[model] = self._new(model, window)
 
     def keep(self, models: Collection[str]) -> None:
         """Jobs of these base models run: for the others the least number of workers is enough."""
@@ -140,21 +119,24 @@ class ElasticPool:
         if self._settings.scale_max:
             self._scale(model, wanted, [worker.name for worker in self._workers(model)])
 
-    def _step(self, model: str, waited: float, seconds: float, entered: int, consumed: int) -> _Step:
-        """A step that ends now."""
-        busy = sum(self._busy_seconds(worker) for worker in self._workers(model))
-        return _Step(self._clock.monotonic(), busy, waited, seconds, entered, consumed)
+    def _busy(self, model: str) -> float:
+        """The seconds with requests of its rollout workers until now."""
+        return sum(self._busy_seconds(worker) for worker in self._workers(model))
 
     def _window(self, model: str) -> _Window:
         """The present window, a new one where the workers have changed."""
         window = self._windows.get(model)
         if window is None or {worker.name for worker in self._workers(model)} != window.workers:
-            window = self._windows[model] = self._new(model, window.wanted if window is not None else None)
+            window = self._windows[model] = self._new(model, window)
         return window
 
-    def _new(self, model: str, wanted: int | None) -> _Window:
+    def _new(self, model: str, before: _Window | None) -> _Window:
         names = frozenset(worker.name for worker in self._workers(model))
-        return _Window(names, self._step(model, 0.0, 0.0, 0, 0), deque(maxlen=self._window_steps), wanted=wanted)
+        steps = deque[PoolStep](maxlen=self._window_steps)
+        window = _Window(names, self._clock.monotonic(), self._busy(model), steps)
+        if before is not None:
+            window.wanted, window.change = before.wanted, before.change
+        return window
 
     def _workers(self, model: str) -> Sequence[Worker]:
         return self._fleet.serving("rollout", model)
