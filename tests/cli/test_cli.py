@@ -251,6 +251,15 @@ def test_each_of_several_policies_has_its_figures_under_its_name(
     assert re.search(r"policy solver +version 4, rank 4, alpha 8, step 4, reward 1\.000, loss ", said)
     for name in ("solver", "verifier"):
         assert f"evaluation of {name} version 0" in said and f"{name} {last[name].reward:.3f}" in said
+    flat = {name: view.counters.get(f"zero_variance_groups/{name}", 0) for name in last}
+    groups = fields["algorithm"]["groups_per_step"]
+    assert flat["solver"] == 4 * groups and flat["verifier"] < 3 * groups, "the solver's reward is constant"
+    assert view.counters.zero_variance_groups == sum(flat.values())
+    whose = ", ".join(f"{name} {count}" for name, count in flat.items() if count)
+    assert re.search(rf"zero variance groups +{sum(flat.values())} \({whose}\)\n", said)
+    assert re.search(r"\nrewards of solver +▁+\n", said)
+    assert call("jobs", "list") == 0
+    assert re.search(r"pair +completed +7/7 +1\.000 \(solver\)", capsys.readouterr().out)
     assert call("jobs", "logs", made.id) == 0
     said = capsys.readouterr().out
     assert all(re.search(rf"step +{row.step}  {row.policy}  reward {row.reward:.4g}", said) for row in rows)
@@ -258,6 +267,9 @@ def test_each_of_several_policies_has_its_figures_under_its_name(
     assert call("jobs", "episodes", made.id, "--id", episode.episode) == 0
     said = capsys.readouterr().out
     assert said.index("assistant (solver):") < said.index("assistant (verifier):")
+    earned = len(episode.replies[1])
+    assert said.startswith(f"{episode.episode}: reward of solver 1\n")
+    assert f"→ reward of solver 1, reward of verifier {earned}, " in said
     (here / "file").write_text("")
     for command in ("jobs export", "jobs tensorboard", "adapters download"):
         for place in (here, here / "none" / "x.html") if command == "jobs export" else (here / "file",):

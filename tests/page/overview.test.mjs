@@ -19,6 +19,12 @@ test("each policy of a run has a line of its own steps and evaluations", () => {
   assert.ok(chartsOf(rows).some((chart) => chart.title === "KL to the start"));
 });
 
+test("a policy is named before the others have taken a step", () => {
+  const rows = [{ step: 1, policy: "a", version: 1, reward: 0 }], start = { version: 0, mean: 0.5 };
+  assert.deepEqual(reward(rows, [{ policy: "a", ...start }, { policy: "b", ...start }]), [["a: training", [0]], ["a: held-out", [0.5]], ["b: held-out", [0.5]]]);
+  assert.deepEqual(compared([rows, rows], ["one", "two"]).charts[0].lines.map((line) => line.label), ["one: a", "two: a"]);
+});
+
 test("each policy of a run has its chart of seconds", () => {
   const rows = [{ step: 1, policy: "a", version: 1, "seconds/queue": 1 }, { step: 2, policy: "b", version: 1, "seconds/queue": 2, "seconds/train": 3 }];
   assert.deepEqual(chartsOf(rows).map((chart) => [chart.title, chart.lines.map((line) => [line.label, line.values])]), [

@@ -58,14 +58,25 @@ def show_job(cli: Cli, job: Name) -> None:
         ("started", time_of(view.started)),
         ("finished", time_of(view.finished)),
         ("tokens", f"{view.tokens:,}"),
-        ("rewards", sparkline(view.rewards, 64)),
+        (f"rewards of {view.policy}" if view.get("policy") else "rewards", sparkline(view.rewards, 64)),
         *cost_lines(view.cost),
         *_policy_lines(view),
-        *((name.replace("_", " "), count) for name, count in view.counters.items() if count and name != "tokens"),
+        *_counter_lines(view.counters),
         *((f"evaluation of {e.policy + ' ' if several else ''}version {e.version}", evaluation_text(e))
           for e in evaluations),
     ]  # fmt: skip
     fields(lines)
+
+
+def _counter_lines(counters: Mapping[str, int]) -> list[tuple[str, str]]:
+    """A line for each counter that is not 0; where it counts for single policies, with the part of each."""
+    lines = []
+    for name, count in counters.items():
+        if count and name != "tokens" and "/" not in name:
+            parts = [(key.partition("/")[2], part) for key, part in counters.items() if key.startswith(f"{name}/")]
+            whose = ", ".join(f"{policy} {part}" for policy, part in parts if part)
+            lines.append((name.replace("_", " "), f"{count} ({whose})" if whose else str(count)))
+    return lines
 
 
 def _policy_lines(view: Record) -> list[tuple[str, str]]:
@@ -217,7 +228,9 @@ def conversation_lines(one: Mapping[str, Any]) -> list[str]:
         lines += [f"{role}:", *(f"  {printable(line)}" for line in message["content"].splitlines() or [""])]
         if turn is not None:
             seconds = f"{turn['generation_seconds']:.2f} s generation, {turn['environment_seconds']:.2f} s environment"
-            earned = reward_text(turn["reward"])
+            parts = [("", turn["reward"])] if turn["reward"] or not turn.get("rewards") else []
+            parts += (turn.get("rewards") or {}).items()
+            earned = ", ".join(reward_text(value, printable(name)) for name, value in parts)
             untrained = "" if turn.get("trained", True) else ", not trained on"
             lines.append(
                 f"  → {earned}, {count_of(turn['tokens'], 'token')}, ended by {turn['finish']}, {seconds}{untrained}"

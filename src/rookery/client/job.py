@@ -115,7 +115,7 @@ class Job:
                 if follow:
                     out.flush()
             found = self.evaluations()
-            several = len({one.policy for one in found}) > 1
+            several = any(policy for policy, _ in steps) or len({one.policy for one in found}) > 1
             for one in found:
                 unknown = (one.version, created)  # the untrained version
                 step, time = steps.get((one.policy, one.version), steps.get(("", one.version), unknown))

@@ -52,14 +52,16 @@ article { border: 1px solid #8886; border-radius: 6px; padding: .5rem .8rem; mar
 """
 
 
-def reward_text(reward: float | None) -> str:
-    return "no reward" if reward is None else f"reward {reward:.4g}"
+def reward_text(reward: float | None, policy: str = "") -> str:
+    """``policy``: whose reward it is, where several have one."""
+    whose = f" of {policy}" if policy else ""
+    return "no reward" if reward is None else f"reward{whose} {reward:.4g}"
 
 
 def outcome(episode: Mapping[str, Any]) -> str:
     """The reward of an episode; the state of one that failed, was dropped, or has not ended."""
-    state, reward = episode["state"], episode["reward"]
-    return reward_text(reward) if state == "done" or (reward is not None and state != "failed") else str(state)
+    state, reward, policy = episode["state"], episode["reward"], episode.get("policy", "")
+    return reward_text(reward, policy) if state == "done" or (reward is not None and state != "failed") else str(state)
 
 
 def report(job: Job, episodes: int = EPISODES) -> str:
@@ -105,7 +107,7 @@ def _lines(job: Job, episodes: int) -> Iterator[str]:
     if found := job.episodes(limit=episodes):
         yield f"<h2>The newest {count_of(len(found), 'episode')}</h2>"
         for one in found:
-            yield f"<article><b>{outcome(one)}</b> <span class=muted>group {one.ordinal}, version {one.version},"
+            yield f"<article><b>{text(outcome(one))}</b> <span class=muted>group {one.ordinal}, version {one.version},"
             yield f" {count_of(one.tokens, 'token')}</span><pre class=muted>{text(one.prompt)}</pre>"
             for reply, policy in itertools.zip_longest(one.replies, one.get("speakers") or []):
                 yield (f"<b>{text(policy)}</b>" if policy else "") + f"<pre>{text(reply)}</pre>"

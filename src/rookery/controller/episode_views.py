@@ -46,6 +46,7 @@ class MemberView(RowView):
     member: int
     state: str
     version: int | None = Field(description="The oldest version among its tokens")
+    policy: str = Field("", description="Whose reward and advantage these are, in a job with several policies")
     reward: float | None
     advantage: float | None = Field(description="As the job's algorithm computes it within the group")
     error: str
@@ -64,7 +65,9 @@ class GroupView(RowView):
     ordinal: int
     state: str
     reason: str = Field(description="Why it was dropped or failed")
-    consumed_by: int | None = Field(description="The version that trained on it")
+    consumed_by: int | None = Field(description="The version that trained on it, with several policies the newest use")
+    uses: dict[str, int] = Field({}, description="By policy, the version that trained on it, where several train")
+    policy: str = Field("", description="Whose rewards and oldest version these are, in a job with several policies")
     min_version: int | None = Field(description="The oldest version among its tokens")
     created: float
     finished: float | None
@@ -138,6 +141,7 @@ class EpisodeReading(MemberView):
     ordinal: int
     group_state: str
     consumed_by: int | None
+    uses: dict[str, int] = Field({}, description="By policy, the version that trained on it, where several train")
     seed: int
     prompt: Prompt
     members: list[MemberView] = Field(description="All episodes of its group")

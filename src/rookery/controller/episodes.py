@@ -42,8 +42,8 @@ from rookery.controller.jobs.trajectory import (
 from rookery.errors import UserError
 from rookery.scheduling.health import EPISODES_READ, RecentEpisode
 from rookery.spec import values
-from rookery.spec.job import stored_base_model, stored_policies
-from rookery.storage.models import EpisodeRow, GroupRow, GroupState
+from rookery.spec.job import scored_policy, stored_base_model, stored_policies
+from rookery.storage.models import EpisodeRow, GroupRow, GroupState, JobRow
 from rookery.storage.repositories import jobs
 from rookery.storage.repositories.episodes import (
     EpisodeChoice,
@@ -85,34 +85,35 @@ class EpisodeQueries:
         found, total = await self._store.read(
             groups_page, tenant, job, consumed_by=consumed, state=state, offset=offset, limit=limit
         )
-        name, version = algorithm(row.spec), consumed[0] if consumed is not None else None
-        groups = await self._encoders(lambda: [_group(group, name) for group in found])
+        names, version = await self._names(tenant, row), consumed[0] if consumed is not None else None
+        groups = await self._encoders(lambda: [_group(group, row.spec, names) for group in found])
         return GroupPage(groups=groups, total=total, version=version)
 
     async def group(self, tenant: str, job: str, group: str) -> GroupView:
         """One group with the replies of its episodes."""
         row = await self._store.read(jobs.get_job, tenant, job)
         found = await self._store.read(get_group, tenant, job, group)
-        return await self._encoders(_whole_group, found, algorithm(row.spec), stored_policies(row.spec))
+        return await self._encoders(_whole_group, found, row.spec, await self._names(tenant, row))
 
     async def episodes(
         self, tenant: str, job: str, chosen: EpisodeChoice
     ) -> tuple[list[EpisodeLine], tuple[float, str] | None]:
         """A page of episodes, newest first, and where the next one begins. A search may end before it found a page."""
         row = await self._store.read(jobs.get_job, tenant, job)
-        found, policies = await self._store.read(episodes_page, tenant, job, chosen), stored_policies(row.spec)
-        rows = await self._encoders(lambda: [_line(group, one, policies) for group, one in found.episodes])
+        found = await self._store.read(episodes_page, tenant, job, chosen)
+        rows = await self._encoders(lambda: [_line(group, one, row.spec) for group, one in found.episodes])
         return rows, found.next
 
     async def episode(self, tenant: str, job: str, episode: str) -> EpisodeReading:
         """One episode whole: conversation, turns, and its tokens where its text is kept."""
         row = await self._store.read(jobs.get_job, tenant, job)
         group, found = await self._store.read(get_episode, tenant, job, episode)
-        view = await self._encoders(_group, group, algorithm(row.spec))
+        view = await self._encoders(_group, group, row.spec, await self._names(tenant, row))
         scored = {member.episode: member.advantage for member in view.members}
         shown = _member(
-            EpisodeReading, found, scored.get(found.id), group=group.id, ordinal=group.ordinal, seed=found.seed,
-            group_state=group.state, consumed_by=group.consumed_by, prompt=view.prompt, members=view.members,
+            EpisodeReading, found, row.spec, scored.get(found.id), group=group.id, ordinal=group.ordinal,
+            seed=found.seed, group_state=group.state, consumed_by=group.consumed_by, uses=view.uses,
+            prompt=view.prompt, members=view.members,
             metrics=found.metrics, messages=None, turns=[], trajectories=[], finish=None, seconds=None,
         )  # fmt: skip
         if found.trajectories:
@@ -146,6 +147,12 @@ class EpisodeQueries:
         first = stored_policies(row.spec)[0]
         return await self._encoders(lambda: [_recent(episode, first) for _, episode in found.episodes])
 
+    async def _names(self, tenant: str, job: JobRow) -> dict[str, str]:
+        """The names of a job's policies by their ids; empty where it has one."""
+        if len(stored_policies(job.spec)) < 2:
+            return {}
+        return {policy.id: policy.name for policy in await self._store.read(jobs.policies, tenant, job.id)}
+
     async def _chat(self, model: str) -> Chat | None:
         """The tokenizer of a base model; None where it is not on this machine: nothing is fetched to show a text."""
         if await asyncio.to_thread(lambda: status(self._cache, model).state) != "prepared":
@@ -172,7 +179,9 @@ def shown_prompt(stored: bytes) -> Any:
         return stored.decode(errors="replace")
 
 
-def _group(group: GroupRow, name: str) -> GroupView:
+def _group(group: GroupRow, spec: Mapping[str, Any], names: Mapping[str, str]) -> GroupView:
+    """A group of a job with this ``spec``; ``names``: of its policies by their ids, where it has several."""
+    name = algorithm(spec)
     done = [episode for episode in group.episodes if episode.state == "done"]
     rewards = [episode.reward for episode in done if episode.reward is not None]
     scores: dict[str, float] = {}
@@ -181,34 +190,38 @@ def _group(group: GroupRow, name: str) -> GroupView:
     closed = group.state in ("ready", "consumed")
     return GroupView(
         group=group.id, ordinal=group.ordinal, state=group.state, reason=group.reason, consumed_by=group.consumed_by,
-        min_version=group.min_version, created=group.created, finished=group.finished,
+        uses={names[id]: version for id, version in (group.uses or {}).items() if id in names and (version or -1) >= 0},
+        policy=scored_policy(spec), min_version=group.min_version, created=group.created, finished=group.finished,
         prompt=shown_prompt(group.prompt),
         zero_variance=closed and len(rewards) >= 2 and not has_variance(rewards),
-        members=[_member(MemberView, episode, scores.get(episode.id)) for episode in group.episodes],
+        members=[_member(MemberView, episode, spec, scores.get(episode.id)) for episode in group.episodes],
     )  # fmt: skip
 
 
-def _whole_group(group: GroupRow, name: str, policies: Sequence[str]) -> GroupView:
-    """With the replies of its episodes; ``policies``: those of the job."""
-    view = _group(group, name)
+def _whole_group(group: GroupRow, spec: Mapping[str, Any], names: Mapping[str, str]) -> GroupView:
+    """With the replies of its episodes."""
+    view = _group(group, spec, names)
     view.members = [
-        member.model_copy(update=_texts(episode, policies))
+        member.model_copy(update=_texts(episode, stored_policies(spec)))
         for member, episode in zip(view.members, group.episodes, strict=True)
     ]
     return view
 
 
-def _line(group: GroupRow, episode: EpisodeRow, policies: Sequence[str]) -> EpisodeLine:
-    """An episode of a list; ``policies``: those of the job."""
+def _line(group: GroupRow, episode: EpisodeRow, spec: Mapping[str, Any]) -> EpisodeLine:
+    """An episode of a list of a job with this ``spec``."""
     return _member(
-        EpisodeLine, episode, None, group=group.id, ordinal=group.ordinal, consumed_by=group.consumed_by,
-        prompt=shown_prompt(group.prompt), **_texts(episode, policies),
+        EpisodeLine, episode, spec, None, group=group.id, ordinal=group.ordinal, consumed_by=group.consumed_by,
+        prompt=shown_prompt(group.prompt), **_texts(episode, stored_policies(spec)),
     )  # fmt: skip
 
 
-def _member(kind: type[Member], episode: EpisodeRow, advantage: float | None, **more: Any) -> Member:
+def _member(
+    kind: type[Member], episode: EpisodeRow, spec: Mapping[str, Any], advantage: float | None, **more: Any
+) -> Member:
     """The view of an episode in its group; ``more`` are the further fields of this kind of view."""
     return kind(
+        policy=scored_policy(spec),
         episode=episode.id, member=episode.member, state=episode.state, version=episode.version,
         reward=episode.reward, advantage=advantage, error=episode.error, finished=episode.finished, **more,
     )  # fmt: skip

@@ -51,6 +51,7 @@ from rookery.controller.views import (
 from rookery.protocol.gauges import over_workers
 from rookery.scheduling.health import JobHealth, advice_lines, alarms, max_tokens_of, several
 from rookery.scheduling.usage import Usage
+from rookery.spec.job import scored_policy
 from rookery.storage.columns import Page
 from rookery.storage.models import (
     FINAL_JOB_STATES,
@@ -357,6 +358,7 @@ class JobQueries:
             base_model=row.spec["base_model"],
             step=step,
             steps=_steps(row.spec),
+            policy=scored_policy(row.spec),
             reward=rewards[-1] if rewards else None,
             rewards=rewards,
             tokens_per_second=job.progress.tokens_per_second() if job is not None else 0.0,

@@ -115,6 +115,8 @@ class RunView(View):
     base_model: str
     step: int
     steps: int | None
+    policy: str = ""
+    """The policy whose reward, rewards and staleness these are, in a job with several: the first that trains."""
     reward: float | None
     """Mean training reward of the newest step."""
     rewards: list[float]
@@ -139,7 +141,8 @@ class JobView(RunView):
     groups_ready: int
     counters: dict[str, int]
     """episodes, episodes_failed, groups_dropped_stale, groups_failed, zero_variance_groups, steps_skipped,
-    trajectory_splits, …"""
+    trajectory_splits, … In a job with several policies a counter of single policies is their sum, and each one's is
+    COUNTER/POLICY."""
     policies: list[PolicyView]
     spec: dict[str, Any]
 

@@ -434,6 +434,13 @@ def stored_policies(spec: Mapping[str, Any]) -> list[str]:
     return [*(spec.get("policies") or {"main": {}})]
 
 
+def scored_policy(spec: Mapping[str, Any]) -> str:
+    """The policy of a stored job whose reward is that of the job and of an episode, where it has several policies: the
+    first that trains. Empty where it has one."""
+    policies = spec.get("policies") or {}
+    return next((name for name, about in policies.items() if about.get("train", True)), "") if len(policies) > 1 else ""
+
+
 def stored_base_model(spec: Mapping[str, Any], policy: str) -> str:
     """The base model of a policy of a stored job."""
     about = spec.get("policies", {}).get(policy, {})

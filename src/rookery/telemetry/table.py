@@ -76,9 +76,13 @@ def job_line(job: Mapping[str, Any]) -> Text:
     name, state, step, reward = job_cells(job)
     running = job["state"] == "running"
     each = [one for one in job.get("policies") or [] if one.get("reward") is not None]  # where there are several
-    rewards = "  ".join(f"{printable(one['name'])} {rounded(one['reward'], '{:.3f}')}" for one in each) or reward
-    parts: list[str | Text | tuple[str, str]] = [name, " ", state, f"  step {step}  reward {rewards} "]
-    parts.append((sparkline(job.get("rewards") or []), "green"))
+    bars = (sparkline(job.get("rewards") or []), "green")
+    parts: list[str | Text | tuple[str, str]] = [name, " ", state, f"  step {step}  reward "]
+    for one in each:
+        figure = f"{printable(one['name'])} {rounded(one['reward'], '{:.3f}')} "
+        parts.extend([figure, bars if one["name"] == job.get("policy") else "", " "])
+    if not each:
+        parts.extend([reward, " ", bars])
     if running:
         parts.append(f"  {rounded(job.get('tokens_per_second'), '{:.0f}')} tokens/s")
     if waited := waits(job):
@@ -159,13 +163,14 @@ def _ago(seconds: float) -> str:
 
 
 def job_cells(job: Mapping[str, Any]) -> list[Text | str]:
-    """Name, state, step and reward."""
+    """Name, state, step and reward, with the policy whose reward it is in a job with several."""
+    whose = f" ({printable(job['policy'])})" if job.get("policy") else ""
     state, steps = str(job["state"]), job.get("steps")
     return [
         Text(printable(str(job["name"]))),
         Text(state, STYLES.get(state, "")),
         f"{job['step']}/{steps}" if steps is not None else str(job["step"]),
-        rounded(job.get("reward"), "{:.3f}"),
+        rounded(job.get("reward"), "{:.3f}") + whose,
     ]
 
 

@@ -174,6 +174,41 @@ async def test_frozen_partner_keeps_its_bytes_and_base_model_replies_without_an_
             assert [policy.name for policy in view.policies] == ["solver"]
 
 
+async def test_reward_of_an_episode_is_that_of_the_first_policy_that_trains(service: Service) -> None:
+    """Also where another one begins the episode. Each view names it."""
+    await service.join(script=debate)
+    policies = {"verifier": {"train": False, "base": True}, "solver": {"rank": 4}}
+    job = await submit(service, policies=policies)
+    view = await service.ends(job)
+    rows = await service.controller.queries.metrics("alice", job)
+    assert view.policy == "solver" and view.rewards == [row["reward"] for row in rows]
+    found = service.database.read(jobs.recent_episodes, "alice", job, 100)
+    earned = [(row.reward, episode_result_decoder.decode(row.trajectories)) for _, row in found]
+    assert any(result.rewards["solver"] != result.rewards["verifier"] for _, result in earned)
+    assert all(reward == result.reward + result.rewards["solver"] for reward, result in earned)
+    episodes = service.controller.queries.episodes
+    page = await episodes.groups("alice", job, step=1, state=None, offset=0, limit=9)
+    assert {one.policy for group in page.groups for one in (group, *group.members)} == {"solver"}
+    assert all(group.uses == {} for group in page.groups), "one policy trains"
+
+
+async def test_views_and_counters_name_the_policy_of_each_figure(service: Service) -> None:
+    def script(message: protocol.Reset | protocol.StepEpisode) -> dict[str, Any] | None:
+        answer = debate(message)
+        return answer and answer | ({"rewards": {**answer["rewards"], "verifier": 1.0}} if "rewards" in answer else {})
+
+    await service.join(script=script)
+    job = await submit(service, policies={**PAIR, "judge": {"train": False, "base": True}}, evaluation={"prompts": 0})
+    counters = (await service.ends(job)).counters
+    parts = {name: counters.get(f"zero_variance_groups/{name}", 0) for name in (*PAIR, "judge")}
+    consumed = sum(row["state"] == "consumed" for row in service.groups(job))
+    assert parts["verifier"] == consumed and parts["solver"] < consumed and parts["judge"] == 0
+    assert counters["zero_variance_groups"] == sum(parts.values())
+    for row in service.groups(job):
+        group = await service.controller.queries.episodes.group("alice", job, row["id"])
+        assert group.uses == dict.fromkeys(PAIR, group.consumed_by) and group.policy == "solver"
+
+
 async def test_a_policy_without_weights_is_refused_by_its_reason(service: Service) -> None:
     await service.join(script=debate)
     three = {**PAIR, "judge": {"train": False, "base": True}, "old": {"train": False, **follows("solver")}}

@@ -104,9 +104,8 @@ class GroupBuffer:
             await self._drop(stale, f"too old for step {step}")
 
     async def _drop(self, groups: Sequence[CompleteGroup], reason: str) -> None:
-        self._job.progress.counters["groups_dropped_stale"] += len(groups)
-        if self._job.spec.several_policies:
-            self._job.progress.counters[f"groups_dropped_stale/{self.policy.name}"] += len(groups)
+        progress = self._job.progress
+        progress.counters.update(progress.of_policy(self.policy.name, {"groups_dropped_stale": len(groups)}))
         await self._remove(groups, reason)
 
     async def _remove(self, groups: Sequence[CompleteGroup], reason: str) -> None:

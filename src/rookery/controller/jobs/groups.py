@@ -196,7 +196,8 @@ class Groups:
         found = [(buffer, buffer.complete(group, episodes)) for buffer in self._buffers if not buffer.closed]
         parts = [(buffer, part) for buffer, part in found if part is not None]
         if len(episodes) >= LEAST_EPISODES:
-            oldest = min((part.min_version for _, part in parts), default=None)
+            scored = self._job.scored.name
+            oldest = next((part.min_version for buffer, part in parts if buffer.policy.name == scored), None)
             policies = [buffer.id for buffer, _ in parts] if self._job.spec.several_trained else []
             await write(
                 jobs.finish_group, group.id, "ready" if parts else "dropped", self._clock.time(), min_version=oldest,
@@ -249,7 +250,7 @@ class Groups:
             episode.end(str(error))
             return None
         self._record_end(group, "")
-        part = result.of(self._job.first.name)
+        part, scored = result.of(self._job.first.name), result.of(self._job.scored.name)
         progress.counters["episodes"] += 1
         progress.counters["trajectory_splits"] += episode.splits
         await progress.store(
@@ -257,7 +258,7 @@ class Groups:
             row.id,
             self._clock.time(),
             trajectories=msgspec.msgpack.encode(result),
-            reward=part.reward if part is not None else result.reward,
+            reward=scored.reward if scored is not None else result.reward,
             metrics=result.metrics,
             version=min(part.versions, default=row.version) if part is not None else row.version,
         )

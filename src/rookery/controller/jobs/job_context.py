@@ -91,6 +91,12 @@ class Progress:
         self._earlier_seconds = float(row.rng.get("seconds", 0.0))
         self._sampled: deque[tuple[float, int]] = deque()
 
+    def of_policy(self, policy: str, counts: Mapping[str, int]) -> dict[str, int]:
+        """``counts`` of one policy as the job's counters have them: the job's sum, and where it has several policies,
+        that of each under ``COUNTER/POLICY``."""
+        named = {f"{name}/{policy}": count for name, count in counts.items()} if self._spec.several_policies else {}
+        return {**counts, **named}
+
     # --- writes -------------------------------------------------------------------------------------------------------
 
     async def store(self, function: Callable[..., Any], *values: Any, **named: Any) -> None:
@@ -265,6 +271,12 @@ class JobContext:
     def first(self) -> JobPolicy:
         """The policy that begins an episode, unless the environment names another one."""
         return next(iter(self.policies.values()))
+
+    @property
+    def scored(self) -> JobPolicy:
+        """The policy whose reward is that of an episode, and of a step of the job, where one figure is shown: the first
+        that trains."""
+        return self.trained[0]
 
     @property
     def trained(self) -> list[JobPolicy]:

@@ -256,10 +256,11 @@ class PolicyLoop:
         began = self._controller.clock.monotonic()
         progress, steps = self._job.progress, self._uncommitted
         groups = [group for step in steps for group in step.groups]
-        counted = {
+        found = {
             "zero_variance_groups": sum(not group.has_variance for group in groups),
             "steps_skipped": sum(int(step.metrics.get("skipped", 0)) for step in steps),
         }
+        counted = progress.of_policy(self.policy.name, found)
         async with progress.committing:
             if self._job.spec.several_trained:
                 for number, step in enumerate(steps, progress.committed + 1):
@@ -289,8 +290,9 @@ class PolicyLoop:
         self._uncommitted.clear()
         self._changed.notify()
         shown = f"loss {last['loss']:.3f}" if self._reward is None else f"reward {self._reward:.3f}"
+        whose = f"{self.policy.name} " if self._job.spec.several_policies else ""
         log.info(
-            "step %d: %s", self.step, shown,
+            "%sstep %d: %s", whose, self.step, shown,
             extra={"tenant": row.tenant, "job": row.id, "version": ref.version},
         )  # fmt: skip
         await self.versions.retire()

@@ -2,7 +2,7 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { jobPath, useData } from "./api.js";
 import { counted, duration, isNumber, number, reward, route } from "./format.js";
-import { REFRESH, ofPolicy, prompts, Reply } from "./groups.js";
+import { REFRESH, ofPolicy, prompts, Reply, trainedInto } from "./groups.js";
 import { colored } from "./jobform.js";
 import { Badge, Empty, Facts, Loading, Problem, html, signed } from "./parts.js";
 import { Walk } from "./tokens.js";
@@ -20,7 +20,7 @@ export function Episode({ job, view, path }) {
     ${data.error && html`<div class="notice bad"><pre>${data.error}</pre></div>`}
     <${Facts} facts=${[
       [`reward${ofPolicy(view)}`, reward(data.reward)], [`advantage${ofPolicy(view)}`, signed(data.advantage)], ["ended by", data.finish === "done" ? "" : data.finish?.replace("_", " ")],
-      ["oldest version", data.version], ["trained into version", data.consumed_by],
+      [`oldest version${policies.length > 1 ? ` of ${Object.keys(view.spec.policies)[0]}` : ""}`, data.version], ["trained into version", trainedInto(data)],
       ["queue", data.seconds ? duration(data.seconds.queue ?? 0) : ""], ["generation", data.seconds ? duration(data.seconds.generation ?? 0) : ""], ["environment", data.seconds ? duration(data.seconds.environment ?? 0) : ""],
       ...Object.entries(data.metrics ?? {}).map(([name, value]) => [name, number(value)]),
     ]} />

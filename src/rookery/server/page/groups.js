@@ -30,6 +30,11 @@ export function ofPolicy(view) {
   return names.length > 1 ? ` of ${names.find((name) => view.spec.policies[name].train !== false) ?? names[0]}` : "";
 }
 
+/** The version that trained on a group or an episode; of each policy, where several train. */
+export function trainedInto({ uses, consumed_by }) {
+  return Object.entries(uses).map(([name, version]) => `${version} of ${name}`).join(", ") || consumed_by;
+}
+
 /** A bar for each bin; a click on one keeps the episodes between its bounds, as `bin`. */
 export function Histogram({ bins, rewards, bin, onBin, whose = "" }) {
   const most = Math.max(1, ...bins.map((one) => one.count));
@@ -61,13 +66,13 @@ export function Steps({ job, view, path, rows }) {
   return html`
     <div class="bar"><h2>${step === null ? "Newest groups" : `Groups of ${same.length > 1 ? `steps ${same[0]} to ${same.at(-1)}` : `step ${step}`}`}</h2>
       ${step !== null && html`${other(-1, "← earlier step")}${other(1, "later step →")}`}
-      ${flats > 0 && html`<label><input type="checkbox" checked=${flat} onChange=${() => setFlat(!flat)} /> hide ${flats} without variance</label>`}
+      ${flats > 0 && html`<label><input type="checkbox" checked=${flat} onChange=${() => setFlat(!flat)} /> hide ${flats} without variance${ofPolicy(view)}</label>`}
       <span class="muted right">${counted(data.total, "group")}</span></div>
     ${same.length > 1 && html`<p class="muted small">Version ${row.version} holds ${same.length} steps (checkpoints.commit_every). Its groups are listed together; the figures are those of step ${step}.</p>`}
     ${row && html`<${Facts} facts=${[["policy", row.policy ?? ""], ["reward", `${reward(row.reward)} ± ${number(row.reward_std)}`], ["version", String(data.version)], ["staleness", steps(row.staleness_mean)], ["reply length", `${number(row.length_mean, 1)} tokens`], ["committed", time(row.time)]]} />`}
     ${data.total === 0 ? html`<${Empty}>${step === null ? "No group yet." : "The groups of this step are not kept, or the step is not committed."}<//>` : html`
     <${Histogram} bins=${bins} rewards=${rewards} bin=${bin} onBin=${setBin} whose=${ofPolicy(view)} />
-    <${Scroll} label="Groups"><table><thead><tr><th class="number">Group</th><th>Prompt</th><th>State</th><th>Rewards${ofPolicy(view)}</th><th class="number">Mean</th><th>Variance</th><th class="number">Oldest version</th><th>Ended</th></tr></thead>
+    <${Scroll} label="Groups"><table><thead><tr><th class="number">Group</th><th>Prompt</th><th>State</th><th>Rewards${ofPolicy(view)}</th><th class="number">Mean</th><th>Variance${ofPolicy(view)}</th><th class="number">Oldest version${ofPolicy(view)}</th><th>Ended</th></tr></thead>
       <tbody>${shown.map((group) => {
         const values = group.members.map((one) => one.reward).filter(isNumber);
         return html`<tr key=${group.group}><td class="number"><a href=${route(["run", job, "group", group.group])}>${group.ordinal}</a></td>
@@ -96,8 +101,8 @@ export function Group({ job, view, path }) {
   if (!data) return html`<${Loading} error=${error} />`;
   return html`
     <div class="bar"><h2>Group ${data.ordinal}</h2><${Badge} state=${data.state} />
-      ${data.zero_variance && html`<span class="badge warn">no variance: no gradient</span>`}
-      ${data.consumed_by !== null && html`<span class="muted small">trained into version ${data.consumed_by}</span>`}</div>
+      ${data.zero_variance && html`<span class="badge warn">no variance of rewards${ofPolicy(view)}: no gradient</span>`}
+      ${data.consumed_by !== null && html`<span class="muted small">trained into version ${trainedInto(data)}</span>`}</div>
     ${data.reason && html`<div class="notice warn">${data.reason}</div>`}
     <section class="panel"><h2 class="sub">Prompt</h2><pre>${prompts(data.prompt)}</pre></section>
     <h2>${data.members.length} answers${ofPolicy(view) && html` <span class="unit muted small">reward and advantage${ofPolicy(view)}</span>`}</h2>

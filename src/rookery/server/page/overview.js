@@ -5,7 +5,7 @@ const FIRST = "reward/"; // a metric of the environment is reward/<name>
 
 /** The charts of a run, with a line for each of its policies, in their `order`, without those that have no value. `evaluations` and `constant` belong to the reward. */
 export function chartsOf(rows, evaluations = [], order = []) {
-  const policies = [...new Set(rows.map((row) => row.policy))].sort((a, b) => order.indexOf(a) - order.indexOf(b)), several = policies.length > 1;
+  const policies = [...new Set(rows.map((row) => row.policy))].sort((a, b) => order.indexOf(a) - order.indexOf(b)), several = rows.some((row) => row.policy); // a row names its policy where several train
   const onRows = rows.length > 0 && rows.every((row) => isNumber(row.rows)); // a step on rows has no reward
   const of = (policy, name, factor = 1) => rows.map((row) => (row.policy === policy && isNumber(row[name]) ? factor * row[name] : null));
   const line = (label, name, more = {}) => policies.map((policy) => ({ label: several ? `${policy}: ${label}` : label, values: of(policy, name, more.factor), ...more }));
@@ -52,7 +52,7 @@ export function compared(all, names) {
 function byPolicy(all, names) {
   const parts = all.flatMap((rows, at) => {
     const policies = [...new Set(rows.map((row) => row.policy))];
-    return policies.length < 2 ? [{ rows, label: names[at] }] : policies.map((policy) => ({ rows: rows.filter((row) => row.policy === policy), label: `${names[at]}: ${policy}` }));
+    return !rows.some((row) => row.policy) ? [{ rows, label: names[at] }] : policies.map((policy) => ({ rows: rows.filter((row) => row.policy === policy).map((row) => ({ ...row, policy: undefined })), label: `${names[at]}: ${policy}` }));
   });
   return { runs: parts.map((one) => one.rows), labels: parts.map((one) => one.label) };
 }

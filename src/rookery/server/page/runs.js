@@ -58,7 +58,7 @@ function Row({ run, tenant, chosen, onToggle }) {
     ${tenant && html`<td>${run.tenant}</td>`}
     <td><${Badge} state=${run.state} /></td>
     <td class="number">${count(run.step)}${run.steps ? ` / ${count(run.steps)}` : ""}<${Progress} done=${run.step} all=${run.steps} /></td>
-    <td class="number">${reward(run.reward)} <${Sparkline} values=${run.rewards.length > 1 ? run.rewards : []} /></td>
+    <td class="number">${reward(run.reward)} ${run.policy && html`<span class="muted small">${run.policy}</span> `}<${Sparkline} values=${run.rewards.length > 1 ? run.rewards : []} /></td>
     <td class="number">${ended || !run.tokens_per_second ? "–" : number(run.tokens_per_second, 1)}</td>
     <td class="number">${number(run.staleness, 2)}</td>
     <td class="wrap small" title=${waits || undefined}>${waits ? shorten(waits) : where ? "" : "–"} <span class="muted">${where}</span></td>
