@@ -184,6 +184,11 @@ def short(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def shown_name(name: str) -> str:
+    """A name as a user gave it, for an error line: in quotes and escaped where it could not be read otherwise."""
+    return short(name if name.isprintable() and name.strip() == name != "" else repr(name))
+
+
 def single_line(text: str) -> str:
     """``text`` for a line of a log, a terminal or an error: characters that break a line, move the cursor, or reverse
     the direction of text are escaped, so that a stranger's text cannot pass as a further line."""

@@ -225,7 +225,7 @@ def test_memory_whose_parts_fit_is_taken(memory: dict[str, int]) -> None:
         ({"price": 1e-320}, "machines.0.price: given 1e-320, allowed: greater than or equal to"),
         ({"decode": [[1, 1e-320]]}, "machines.0.decode.0.1: given 1e-320, allowed: greater than or equal to"),
         ({"a\nb": 1}, "machines.0.a\\nb: unknown field; allowed: "),
-        ({"site": "a\nb", "links": [{"between": ["", "x"], "bandwidth": 1, "latency": 1}]}, "sites: , a\\nb"),
+        ({"site": "a\nb", "links": [{"between": ["", "x"], "bandwidth": 1, "latency": 1}]}, "sites: '', 'a\\nb'"),
         ({"memory": {"total": -1, "base": 0, "cache_token": 1, "train_token": 1}}, "machines.0.memory.total: given -1"),
         ({"memory": {"total": 9, "base": -1, "cache_token": 1, "train_token": 1}}, "machines.0.memory.base: given -1"),
         ({"memory": {"total": "10", "base": 0, "cache_token": 1, "train_token": 1}}, "machines.0.memory.total"),

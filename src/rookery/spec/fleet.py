@@ -73,7 +73,7 @@ class FleetSpec(FrozenModel):
         sites = {self.service, *(machine.site for machine in self.machines)}
         for link in self.links:
             if unknown := set(link.between) - sites:
-                known = ", ".join(sorted(sites))
+                known = ", ".join(map(repr, sorted(sites)))
                 raise ValueError(f"links: no machine is at the site {min(unknown)!r}; sites: {known}")
             if link.between[0] == link.between[1]:
                 raise ValueError(f"links: between {link.between[0]!r} and itself; leave it out, a site has no link")

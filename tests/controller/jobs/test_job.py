@@ -1015,6 +1015,8 @@ async def test_a_stored_state_change_without_reply_takes_effect(service: Service
         ({"base_model": "/etc"}, "base_model: "),
         ({"policies": {"main": {"rank": 65}}}, "policies.main.rank: given 65, allowed: at most 64"),
         ({"policies": {"main": {"warm_start": {"job": "job-1"}}}}, "policies.main.warm_start: no job job-1"),
+        ({"policies": {"main": {"warm_start": {"job": ""}}}}, "policies.main.warm_start: no job ''"),
+        ({"policies": {"main": {"warm_start": {"job": "a\nb"}}}}, "policies.main.warm_start: no job 'a\\nb'"),
         ({"policies": {"main": {"warm_start": {"upload": "0" * 64}}}}, "policies.main.warm_start: no adapter"),
         ({"policies": {"main": {"warm_start": {"peft": "x"}}}}, "policies.main.warm_start.peft: the service reads no"),
         ({"environment": {"id": "jsonl", "path": "/etc/passwd"}}, "path: the service reads no files of yours"),

@@ -37,7 +37,7 @@ from sqlalchemy import (
     update,
 )
 
-from rookery.errors import Conflict, NotFound, count_of
+from rookery.errors import Conflict, NotFound, count_of, shown_name
 from rookery.storage.columns import (
     DELETED_AT_ONCE,
     JsonPart,
@@ -190,7 +190,7 @@ def find_job(connection: Connection, tenant: str, job: str) -> JobRow:
         newest_first = named.order_by(JobRow.number.desc())
         if found := fetch_all(connection, JobRow, newest_first.offset(before).limit(1)):
             return found[0]
-    raise NotFound(f"no job {job}")
+    raise NotFound(f"no job {shown_name(job)}")
 
 
 def list_jobs(connection: Connection, tenant: str, page: Page | None = None) -> list[JobRow]:
