@@ -15,7 +15,7 @@ import pytest
 from tests.scheduling.test_plan import machine
 from tests.support.peers import ManualClock
 
-from rookery.controller.planned import LOOK_SECONDS, PlanFollower, plan_to_follow, train_speeds
+from rookery.controller.planned import LOOK_SECONDS, SETTLE_SECONDS, PlanFollower, plan_to_follow, train_speeds
 from rookery.controller.queries import JobQueries
 from rookery.errors import UserError
 from rookery.scheduling.plan.predict import Role, devices_of
@@ -114,8 +114,9 @@ async def at_once(call: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("stays", ["a-0", "c-0"])
 @pytest.mark.parametrize("seconds", [1.0, 20.0])
-async def test_no_role_flaps_where_workers_leave_and_return(stays: str, seconds: float) -> None:
-    """Three workers, one, and three again, and so on."""
+@pytest.mark.parametrize("grace", [0.0, 60.0])
+async def test_no_role_flaps_where_workers_leave_and_return(stays: str, seconds: float, grace: float) -> None:
+    """Three workers, one, and three again, and so on. After ``grace`` one that was lost does not return by itself."""
     fleet = FleetSpec(machines=[machine("a"), machine("b"), machine("c")])
     plan = planned(fleet, a_0=["train"], b_0=["rollout"], c_0=["rollout"])
     workers, clock = Workers(), ManualClock()
@@ -129,8 +130,12 @@ async def test_no_role_flaps_where_workers_leave_and_return(stays: str, seconds:
     moves = []
     for _ in range(4):
         clock.now += seconds
-        for name in others:
-            follower.on_worker_lost(workers.there.pop(name))
+        lost = [workers.there.pop(name) for name in others]
+        for worker in lost:
+            follower.on_worker_lost(worker)
+        clock.now += grace
+        for worker in lost if grace else ():
+            follower.on_worker_lost(worker)
         await follower.review()
         assert workers.roles[stays] == {"rollout", "train"}, "the jobs go on"
         clock.now += seconds
@@ -139,6 +144,24 @@ async def test_no_role_flaps_where_workers_leave_and_return(stays: str, seconds:
         await follower.review()
         moves.append(follower.moves)
     assert moves[0] <= 2 and moves[-1] == moves[0], moves
+
+
+def test_another_worker_trains_while_a_lost_one_may_return() -> None:
+    """The trainer's process is dead; the service waits a minute for it to reconnect, the jobs do not."""
+    fleet = FleetSpec(machines=[machine("a"), machine("b")])
+    plan = planned(fleet, a_0=["train"], b_0=["rollout"])
+
+    async def play() -> None:
+        async with following(plan, fleet, ["both", "both"], 30) as service:
+            queries, ((tenant, id),) = service.site.controller.queries, service.jobs
+            await reaches(queries, tenant, id, 5)
+            await service.workers[0].kill()
+            await asyncio.sleep(2 * SETTLE_SECONDS)
+            shown = {row.name: (row.state, set(row.roles)) for row in queries.workers()}
+            assert shown["a-0"][0] == "suspect" and shown["b-0"] == ("serving", {"rollout", "train"})
+            assert (await queries.wait(tenant, id)).state == "completed"
+
+    run(play())
 
 
 async def test_roles_are_planned_again_for_a_job_that_starts_later() -> None:

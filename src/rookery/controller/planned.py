@@ -40,6 +40,9 @@ SETTLE_SECONDS = 5.0
 LOOK_SECONDS = 600.0
 """Between two reviews at most: meanwhile a job may have started, for whose steps it pays to move."""
 
+LEAVING = ("suspect", "draining", "gone")
+"""States of workers that are not there: one that is suspect has lost its work, and may return as one that has left."""
+
 NAMES_SHOWN = 8
 """Missing workers that a line names."""
 
@@ -80,12 +83,12 @@ class PlanFollower:
         self._planned = {worker.name: role_of(worker.roles) for worker in plan.workers}
         self._roles: dict[str, Role] = {name: self._planned.get(name, "off") for name in self._devices}
         self._changed = Signal()
-        self._missing: list[str] = []
-        """Workers of the plan that were not there at the last review."""
+        self._named: tuple[list[str], list[str]] = [], []
+        """Workers of the plan that were not there at the last review, and those that were unlike the plan."""
         self._complete = False
         """Whether all of them were there at one."""
         self._joined: dict[str, float] = {}
-        """When each worker of the fleet joined, the last time, in monotonic seconds."""
+        """When each worker of the fleet that is there joined, in monotonic seconds."""
         self._stays: dict[str, float] = {}
         """Seconds from the joining to the loss of each worker that was lost, the last time."""
         self.moves = 0
@@ -106,7 +109,11 @@ class PlanFollower:
         return {*roles} <= {*worker.hello.roles} and canonical(self._plan.model) in ("", worker.hello.model)
 
     def on_worker_lost(self, worker: Worker) -> None:
-        if (joined := self._joined.get(worker.name)) is not None:
+        """It drains, or its connection was lost, or it did not return: the first of these ends its stay."""
+        newest = self._fleet.get(worker.name)
+        if newest is not None and newest is not worker:
+            return  # its process has reconnected
+        if (joined := self._joined.pop(worker.name, None)) is not None:
             self._stays[worker.name] = self._clock.monotonic() - joined
         self._changed.notify()
 
@@ -130,17 +137,20 @@ class PlanFollower:
     async def review(self) -> float:
         """Plan for the workers that are there, with the plan's roles if all of its workers are. Returns the seconds
         for which that was planned."""
-        there = [worker for worker in self._fleet.all() if worker.state not in ("draining", "gone")]
+        there = [worker for worker in self._fleet.all() if worker.state not in LEAVING]
         workers = {worker.name: worker for worker in there if worker.name in self._devices and self._able(worker)}
         names = [name for name in self._devices if name in workers]
-        missing = [name for name in self._planned if name not in workers]
-        if missing and missing != self._missing:
+        connected = {worker.name for worker in there}
+        absent = [name for name in self._planned if name not in connected]
+        unlike = [name for name in self._planned if name in connected and name not in workers]
+        if absent and absent != self._named[0]:
+            log.warning("the plan names workers that are not there: %s; start them, or plan again", short_list(absent))
+        if unlike and unlike != self._named[1]:
             log.warning(
-                "the plan names workers that are not there, or have not the roles or the base model of the plan: %s;"
-                " start workers of these names without --roles, or plan again",
-                short_list(missing),
-            )
-        self._missing = missing
+                "workers have not the roles or the base model of the plan: %s; start them again without --roles and"
+                " with the plan's model, or plan again", short_list(unlike),
+            )  # fmt: skip
+        self._named = absent, unlike
         if not names:
             return math.inf
         planned: list[Role] | None = None
