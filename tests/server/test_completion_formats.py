@@ -17,7 +17,7 @@ from rookery.server.completion_formats import Choice, TextFormat
 from rookery.server.openai import CompletionRequest
 from rookery.server.openai_responses import ResponsesFormat, ResponsesRequest
 from rookery.simulation.fakes.text import chat
-from rookery.tokenization.tool_calls import READERS, CallReader, ForcedReader
+from rookery.tokenization.call_readers import READERS, CallReader, ForcedReader
 
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 REPLIES: list[tuple[type[CallReader], str]] = [

@@ -12,19 +12,11 @@ from tests.support.tiny import smollm2_folder
 
 from rookery.errors import UserError
 from rookery.simulation.fakes.text import byte_tokenizer
+from rookery.tokenization.call_readers import READERS, CallReader, ForcedReader, Piece
+from rookery.tokenization.call_values import ToolCall, read_json
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.reply_schemas import forced_schema
-from rookery.tokenization.tool_calls import (
-    READERS,
-    CallReader,
-    ForcedReader,
-    Piece,
-    Style,
-    ToolCall,
-    message_key,
-    read_json,
-    style_of,
-)
+from rookery.tokenization.tool_calls import message_key, style_of
 
 ADD = {
     "type": "function",
@@ -36,7 +28,7 @@ ADD = {
 }
 ONE, TWO = ToolCall("add", '{"a": 1}'), ToolCall("add", '{"a": "x<y", "b": [2]}')
 
-READ: list[tuple[Style, str, list[Piece]]] = [
+READ: list[tuple[str, str, list[Piece]]] = [
     ("hermes", "Hello, all.", ["Hello, all."]),
     ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', [ONE]),
     ("hermes", 'Well.\n<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>\n', ["Well.", ONE]),
@@ -167,7 +159,7 @@ def joined(pieces: list[Piece]) -> list[Piece]:
 
 
 @pytest.mark.parametrize(("style", "text", "pieces"), READ, ids=[f"{style} {text[:30]}" for style, text, _ in READ])
-def test_calls_are_read_and_text_that_does_not_parse_stays(style: Style, text: str, pieces: list[Piece]) -> None:
+def test_calls_are_read_and_text_that_does_not_parse_stays(style: str, text: str, pieces: list[Piece]) -> None:
     assert joined(READERS[style](["add"]).feed(text, last=True)) == pieces
     for size in (1, 3):
         reader = READERS[style](["add"])
@@ -177,13 +169,17 @@ def test_calls_are_read_and_text_that_does_not_parse_stays(style: Style, text: s
 
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|channel|>final", "<|message|>",
          "<|end|>", "<|call|>", "<|channel|>commentary to=functions.add", '{"name": "add", "arguments": {}}', "{", "}",
-         " ", "\n", "x", ";", "<"]  # fmt: skip
+         " ", "\n", "x", ";", "<", "<tool_calls>", "</tool_calls>", "<|tool_call|>", "<minimax:tool_call>",
+         "</minimax:tool_call>", '<invoke name="add">', "</invoke>", "<function=add>", "</function>", "<parameter=a>",
+         "</parameter>", "add", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "call:add{a:",
+         '<|"|>', "<tool_call|>", "<|tool_call_start|>", "<|tool_call_end|>", "[add(a=", "'",
+         '"', ")]", "\\"]  # fmt: skip
 
 
 @settings(deadline=None, max_examples=150)
 @given(text=st.lists(st.sampled_from(MARKS), max_size=12).map("".join), data=st.data())
 @pytest.mark.parametrize("style", [*READERS, "forced"])
-def test_pieces_of_a_stream_are_those_of_the_whole_text(style: Style, text: str, data: st.DataObject) -> None:
+def test_pieces_of_a_stream_are_those_of_the_whole_text(style: str, text: str, data: st.DataObject) -> None:
     make = READERS.get(style, ForcedReader)
     reader, read, at = make(["add"]), [], 0
     while at < len(text):

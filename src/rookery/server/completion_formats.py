@@ -22,8 +22,9 @@ from rookery.controller.rollout.request import SamplingResult
 from rookery.server.auth import ServiceContext
 from rookery.server.openai import CompletionOptions, CompletionRequest
 from rookery.server.responses import event_data
+from rookery.tokenization.call_readers import CallReader
+from rookery.tokenization.call_values import ToolCall
 from rookery.tokenization.detokenizer import StreamingText, TokenBytes
-from rookery.tokenization.tool_calls import CallReader, ToolCall
 
 ENTRY_BYTES = 100
 """Of a token with its log-probability in a response, about."""

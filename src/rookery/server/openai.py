@@ -37,9 +37,9 @@ from rookery.bounds import (
 from rookery.errors import UserError, short
 from rookery.server.bodies import JSON_ITEMS, BodyRefused, measure
 from rookery.spec.policy import Temperature
+from rookery.tokenization.call_values import read_json
 from rookery.tokenization.grammar import ANY_OBJECT
 from rookery.tokenization.reply_schemas import forced_schema, schema_of
-from rookery.tokenization.tool_calls import read_json
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 

@@ -29,19 +29,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Encoding, Tokenizer
 
 from rookery.errors import UserError, count_of
+from rookery.tokenization.call_readers import READERS, CallReader, read_whole
 from rookery.tokenization.detokenizer import StreamingText, TokenBytes
 from rookery.tokenization.grammar import GrammarTokenizer
 from rookery.tokenization.registry import config_path
 from rookery.tokenization.token_ids import shared_ids
-from rookery.tokenization.tool_calls import (
-    READERS,
-    CallReader,
-    ToolSupport,
-    called,
-    message_key,
-    read_whole,
-    support_of,
-)
+from rookery.tokenization.tool_calls import ToolSupport, called, message_key, support_of
 
 T = TypeVar("T")
 

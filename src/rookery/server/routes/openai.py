@@ -49,8 +49,8 @@ from rookery.server.responses import ERRORS as SERVICE_ERRORS
 from rookery.server.responses import METHODS, Stream, event_data, first_problem, json_response, problem, retry_headers
 from rookery.server.token_face import TokenFormat, TokenRequest
 from rookery.storage.columns import Page
+from rookery.tokenization.call_readers import READERS, CallReader, ForcedReader
 from rookery.tokenization.chat import Chat, PromptTooLong, check_letters
-from rookery.tokenization.tool_calls import READERS, CallReader, ForcedReader
 
 log = logging.getLogger("rookery.server.openai")
 

@@ -1,0 +1,494 @@
+"""Readers of tool calls in replies: one for each format in which chat templates write them.
+
+Promises:
+
+* Text that does not parse stays text. Text is released as soon as it cannot be part of a call; the pieces of a stream,
+  joined, are those of the whole reply.
+* The text that ends a call may stand in its arguments: it counts outside of their quotes only (:class:`Quotes`).
+* A name or a parameter that stands twice in an object makes it no call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from rookery.tokenization.call_values import (
+    DECODER,
+    FUNCTIONS,
+    FUNCTIONS_ON_LINES,
+    INVOCATIONS,
+    ToolCall,
+    XmlForm,
+    call_of,
+    gemma_calls,
+    glm_calls,
+    json_calls,
+    made_call,
+    python_calls,
+    xml_calls,
+)
+
+Piece = str | ToolCall
+
+LONGEST_MARK = 200
+"""Characters of a text that opens or ends a quoted part."""
+
+
+@dataclass(frozen=True)
+class Quotes:
+    """The parts of a call in which the text that ends a call is content."""
+
+    opening: str
+    """A regular expression."""
+    closing: str = ""
+    """Empty: the text that opened the part."""
+    unquoted: str = ""
+    """A regular expression of text that no quoted part has: the call is malformed."""
+    escapes: bool = False
+    """A backslash quotes the next character."""
+
+
+@cache
+def _marks(quotes: Quotes, ends: tuple[str, ...]) -> re.Pattern[str]:
+    """All that matters in a call that one of ``ends`` may end."""
+    parts = [
+        r"\\." if quotes.escapes else "", rf"(?P<open>{quotes.opening})", re.escape(quotes.closing), quotes.unquoted,
+        *map(re.escape, ends),
+    ]  # fmt: skip
+    return re.compile("|".join(filter(None, parts)), re.DOTALL)
+
+
+IN_JSON = Quotes('"', unquoted=r"[\x00-\x1f]", escapes=True)
+IN_PYTHON = Quotes("[\"']", escapes=True)
+IN_PARAMETER = Quotes(rf"<parameter[= ][^<>]{{1,{LONGEST_MARK - 20}}}>", "</parameter>")
+IN_GLM = Quotes("<arg_value>", "</arg_value>")
+
+
+class CallReader:
+    """Reads one reply. White space around calls belongs to neither text nor call."""
+
+    opening = ""
+    """Text from which on a call may follow."""
+    closing: tuple[str, ...] = ()
+    """Texts that end the calls; without one they end with the reply."""
+    quotes: Quotes | None = None
+    """Where such a text is content."""
+
+    def __init__(self, names: Sequence[str], parameters: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """``names`` are the tools', ``parameters`` the JSON schemas of their arguments by name."""
+        self.names = frozenset(names)
+        self.calls = 0
+        self.parameters = parameters or {}
+        self._held = ""
+        self._inside = False
+        self._searched = 0
+        self._malformed = False
+        """No quotes fit the block: the first text that may end it does."""
+        self._quoted = ""
+        """The text that ends the quoted part which the search is in."""
+        self._unclosed: set[str] = set()
+        """Texts that end quoted parts, and that the rest of the reply does not have."""
+        self._space = ""
+
+    def feed(self, text: str, *, last: bool) -> list[Piece]:
+        """The further pieces; ``last``: no text follows."""
+        self._held += text
+        pieces: list[Piece] = []
+        while self._held:
+            if not self._inside:
+                at = self._held.find(self.opening)
+                if at < 0:
+                    kept = 0 if last else overlap(self._held, self.opening)
+                    pieces += self._text(self._held[: len(self._held) - kept])
+                    self._held = self._held[len(self._held) - kept :]
+                    break
+                pieces += self._text(self._held[:at])
+                self._held, self._inside, self._searched = self._held[at:], True, len(self.opening)
+                self._quoted, self._malformed = "", False
+            end = self._end(last)
+            if end < 0 and not last:
+                break
+            block, self._held = (self._held, "") if end < 0 else (self._held[:end], self._held[end:])
+            self._inside = False
+            calls = list(self.parse(block))
+            self.calls += len(calls)
+            self._space = "" if calls else self._space
+            pieces += calls or self._text(block)
+        if last and not self.calls and self._space:
+            pieces.append(self._space)
+        return pieces
+
+    def parse(self, block: str) -> Iterator[ToolCall]:
+        """The calls of a block from ``opening`` to ``closing``; none if it does not parse."""
+        raise NotImplementedError
+
+    def quotes_of(self, inner: str) -> Quotes | None:
+        """The quotes of a block by the text after its opening, which may have just begun."""
+        return self.quotes
+
+    def inner(self, block: str) -> str:
+        """A block without its marks."""
+        text = block.removeprefix(self.opening)
+        for closing in self.closing:
+            text = text.removesuffix(closing)
+        return text.strip()
+
+    def _end(self, last: bool) -> int:
+        """The place after the block in the held text; -1 where no text ends it yet."""
+        begun = self._held[len(self.opening) : len(self.opening) + LONGEST_MARK].lstrip()
+        quotes = None if self._malformed else self.quotes_of(begun)
+        if quotes is not None and self.closing:
+            end = self._outside(quotes, last)
+            if end >= 0 or not (self._malformed or (last and self._quoted)):
+                return end
+            self._malformed, self._searched = True, len(self.opening)
+        found = [at + len(text) for text in self.closing if (at := self._held.find(text, self._searched)) >= 0]
+        self._searched = max(self._searched, len(self._held) - max(map(len, self.closing), default=0))
+        return min(found, default=-1)
+
+    def _outside(self, quotes: Quotes, last: bool) -> int:
+        """As :meth:`_end`, of texts outside of quotes; notes a block that no quotes fit."""
+        for mark in _marks(quotes, self.closing).finditer(self._held, self._searched):
+            self._searched, text = mark.end(), mark[0]
+            if self._quoted:
+                if text == self._quoted:
+                    self._quoted = ""
+                elif quotes.unquoted and re.fullmatch(quotes.unquoted, text):
+                    self._malformed = True
+                    return -1
+            elif text in self.closing:
+                return self._searched
+            elif mark["open"]:
+                self._quoted = quotes.closing or text
+                if self._quoted in self._unclosed:
+                    self._malformed = True
+                    return -1
+        if last and self._quoted:
+            self._unclosed.add(self._quoted)
+        partial = max(self._held.rfind(sign, self._searched) for sign in ("<\\" if quotes.escapes else "<"))
+        self._searched = partial if partial >= max(0, len(self._held) - LONGEST_MARK) else len(self._held)
+        return -1
+
+    def _text(self, text: str) -> list[Piece]:
+        """Trailing white space is held until text follows it."""
+        whole = self._space + text
+        shown = whole.rstrip()
+        self._space = whole[len(shown) :]
+        if self.calls:
+            shown = shown.lstrip() if not text.strip() else shown
+        return [shown] if shown else []
+
+
+class HermesReader(CallReader):
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``; in the same brackets Qwen3-Coder's
+    ``<function=NAME><parameter=KEY>VALUE</parameter></function>`` and GLM's
+    ``NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>``."""
+
+    opening = "<tool_call>"
+    closing = ("</tool_call>",)
+
+    def quotes_of(self, inner: str) -> Quotes | None:
+        if inner.startswith(("{", "[")):
+            return IN_JSON
+        return IN_PARAMETER if inner.startswith("<") else IN_GLM
+
+    def parse(self, block: str) -> Iterator[ToolCall]:
+        inner = self.inner(block)
+        if inner.startswith("<"):
+            yield from xml_calls(inner, FUNCTIONS_ON_LINES, self.parameters)
+        elif inner.startswith(("{", "[")):
+            yield from json_calls(inner)
+        else:
+            yield from glm_calls(inner, self.names, self.parameters)
+
+
+class LlamaReader(CallReader):
+    """A reply that is ``{"name": …, "parameters": {…}}``, after ``<|python_tag|>`` or not, or several with ``;``. Since
+    any JSON may be a reply, all names must be tools'."""
+
+    tag = "<|python_tag|>"
+    begins: tuple[str, ...] = ("{", "[")
+    """A reply that is a call begins with the tag, or with one of these."""
+
+    def __init__(self, names: Sequence[str], parameters: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        super().__init__(names, parameters)
+        self._plain = False
+
+    def feed(self, text: str, *, last: bool) -> list[Piece]:
+        if self._plain:
+            return self._text(text) + ([self._space] if last and self._space else [])
+        self._held += text
+        begun = self._held.lstrip()
+        may_call = begun.startswith((*self.begins, self.tag))
+        if not last and (may_call or self.tag.startswith(begun)):
+            return []
+        calls = list(self.parse(begun.removeprefix(self.tag))) if may_call else []
+        calls = calls if all(call.name in self.names for call in calls) else []
+        self.calls, held, self._held = len(calls), self._held, ""
+        if calls:
+            return list(calls)
+        self._plain = True
+        return self.feed(held, last=last)
+
+    def parse(self, block: str) -> Iterator[ToolCall]:
+        yield from json_calls(block, ";")
+
+
+class MistralReader(CallReader):
+    """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]NAME[ARGS]{…}`` for each call."""
+
+    opening = "[TOOL_CALLS]"
+
+    def parse(self, block: str) -> Iterator[ToolCall]:
+        calls: list[ToolCall | None] = []
+        while block:
+            begun = _MISTRAL.match(block)
+            assert begun is not None  # it begins with ``opening``
+            try:
+                value, end = DECODER.raw_decode(block, begun.end())
+            except (ValueError, RecursionError):
+                return
+            if begun["name"]:
+                calls.append(made_call(begun["name"], value))
+            else:
+                calls += [call_of(one) for one in (value if isinstance(value, list) else [value])]
+            block = block[end:].lstrip()
+            if block and not block.startswith(self.opening):
+                return
+        if None not in calls:
+            yield from (call for call in calls if call)
+
+
+_MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{))?")
+
+
+class HarmonyReader(CallReader):
+    """Channels of gpt-oss: ``final`` is the text, ``commentary to=functions.NAME`` a call, also without ``functions.``
+    before the name of a tool, and text for another recipient or without one; ``analysis`` is neither."""
+
+    def __init__(self, names: Sequence[str], parameters: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        super().__init__(names, parameters)
+        self._header: str | None = None
+
+    def feed(self, text: str, *, last: bool) -> list[Piece]:
+        self._held += text
+        pieces: list[Piece] = []
+        while self._held:
+            if self._header is None:
+                header, found, rest = self._held.partition("<|message|>")
+                if not found:
+                    if last and "<|channel|>" not in header:  # a model that was not asked for channels
+                        pieces += self._text(header)
+                    break
+                self._header, self._held = header, rest
+            ends = [at for mark in _HARMONY_ENDS if (at := self._held.find(mark)) >= 0]
+            kept = max(overlap(self._held, mark) for mark in _HARMONY_ENDS) if not last else 0
+            end = min(ends, default=len(self._held) - kept)
+            body = self._held[:end]
+            recipient = re.search(r"to=(functions\.)?([\w.-]+)", self._header)
+            if recipient and (recipient[1] or recipient[2] in self.names):
+                if not ends and not last:
+                    break
+                call = call_of({"name": recipient[2], "arguments": body})
+                if call is not None:
+                    self.calls += 1
+                    pieces.append(call)
+                else:
+                    pieces += self._text(body)
+            elif "analysis" not in self._header:
+                pieces += self._text(body)
+            self._held = self._held[end:]
+            if not ends:
+                break
+            mark = next(mark for mark in _HARMONY_ENDS if self._held.startswith(mark))
+            self._held, self._header = self._held[len(mark) :], None
+        if last and not self.calls and self._space:
+            pieces.append(self._space)
+        return pieces
+
+
+_HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+
+
+class ForcedReader(CallReader):
+    """A reply that is one call as JSON, because a grammar made it so."""
+
+    def feed(self, text: str, *, last: bool) -> list[Piece]:
+        self._held += text
+        if not last:
+            return []
+        calls = list(json_calls(self._held))
+        self.calls = len(calls)
+        return list(calls) if calls else [self._held] if self._held else []
+
+
+
+class JsonReader(CallReader):
+    """JSON objects, or a list of them, between two marks."""
+
+    quotes = IN_JSON
+    spelt: Callable[[Any], Any] | None = None
+    """Gives an object of the format the usual fields."""
+
+    def parse(self, block: str) -> Iterator[ToolCall]:
+        yield from json_calls(self.inner(block), spelt=type(self).spelt)
+
+
+class JambaReader(JsonReader):
+    """``<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>``, as Hunyuan and Apriel write it too."""
+
+    opening, closing = "<tool_calls>", ("</tool_calls>",)
+
+
+class GraniteReader(JsonReader):
+    """``<|tool_call|>[{"name": …, "arguments": {…}}, …]``, by Phi-4-mini up to ``<|/tool_call|>``."""
+
+    opening, closing = "<|tool_call|>", ("<|/tool_call|>",)
+
+
+class NemotronReader(JsonReader):
+    """``<TOOLCALL>[{"name": …, "arguments": {…}}, …]</TOOLCALL>``."""
+
+    opening, closing = "<TOOLCALL>", ("</TOOLCALL>",)
+
+
+class InternReader(JsonReader):
+    """``<|action_start|><|plugin|>{"name": …, "parameters": {…}}<|action_end|>``."""
+
+    opening, closing = "<|action_start|><|plugin|>", ("<|action_end|>",)
+
+
+def _of_command(value: Any) -> Any:
+    if not isinstance(value, dict) or "tool_name" not in value:
+        return None
+    return {"name": value["tool_name"], "arguments": value.get("parameters", {})}
+
+
+class CommandReader(JsonReader):
+    """``<|START_ACTION|>[{"tool_call_id": …, "tool_name": …, "parameters": {…}}, …]<|END_ACTION|>``."""
+
+    opening, closing = "<|START_ACTION|>", ("<|END_ACTION|>",)
+    spelt = staticmethod(_of_command)
+
+
+def _of_apertus(value: Any) -> Any:
+    if not isinstance(value, dict) or len(value) != 1:
+        return None
+    [(name, arguments)] = value.items()
+    return {"name": name, "arguments": arguments}
+
+
+class ApertusReader(JsonReader):
+    """``<|tools_prefix|>[{NAME: {…}}, …]<|tools_suffix|>``."""
+
+    opening, closing = "<|tools_prefix|>", ("<|tools_suffix|>",)
+    spelt = staticmethod(_of_apertus)
+
+
+class XmlReader(CallReader):
+    """Calls in tags, as :class:`HermesReader` reads Qwen3-Coder's, between two other marks."""
+
+    quotes = IN_PARAMETER
+    form: XmlForm = FUNCTIONS
+
+    def parse(self, block: str) -> Iterator[ToolCall]:
+        yield from xml_calls(self.inner(block), self.form, self.parameters)
+
+
+class SeedReader(XmlReader):
+    """``<seed:tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></seed:tool_call>``."""
+
+    opening, closing = "<seed:tool_call>", ("</seed:tool_call>",)
+
+
+class MinimaxReader(XmlReader):
+    """``<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>…``."""
+
+    opening, closing, form = "<minimax:tool_call>", ("</minimax:tool_call>",), INVOCATIONS
+
+
+class GemmaReader(CallReader):
+    """``<|tool_call>call:NAME{KEY:VALUE,…}<tool_call|>``, of Gemma 4; texts stand in quotes of its own."""
+
+    opening, closing = "<|tool_call>", ("<tool_call|>",)
+    quote = '<|"|>'
+    quotes = Quotes(re.escape('<|"|>'))
+
+    def parse(self, block: str) -> Iterator[ToolCall]:
+        yield from gemma_calls(self.inner(block), self.quote)
+
+
+class FunctionGemmaReader(GemmaReader):
+    """``<start_function_call>call:NAME{KEY:VALUE,…}<end_function_call>``."""
+
+    opening, closing = "<start_function_call>", ("<end_function_call>",)
+    quote = "<escape>"
+    quotes = Quotes("<escape>")
+
+
+class PythonReader(CallReader):
+    """Calls in Python's syntax between two marks."""
+
+    quotes = IN_PYTHON
+
+    def parse(self, block: str) -> Iterator[ToolCall]:
+        yield from python_calls(self.inner(block))
+
+
+class LfmReader(PythonReader):
+    """``<|tool_call_start|>[NAME(KEY=VALUE, …), …]<|tool_call_end|>``."""
+
+    opening, closing = "<|tool_call_start|>", ("<|tool_call_end|>",)
+
+
+class OlmoReader(PythonReader):
+    """``<function_calls>NAME(KEY=VALUE, …)</function_calls>``, a call a line."""
+
+    opening, closing = "<function_calls>", ("</function_calls>",)
+
+
+class PythonicReader(LlamaReader):
+    """A reply that is ``[NAME(KEY=VALUE, …), …]``, as Llama 4 and some templates of Llama 3.2 have it."""
+
+    tag, begins = "<|python_start|>", ("[",)
+
+    def parse(self, block: str) -> Iterator[ToolCall]:
+        yield from python_calls(block.strip().removesuffix("<|python_end|>"))
+
+
+READERS: dict[str, type[CallReader]] = {
+    "hermes": HermesReader,
+    "llama3": LlamaReader,
+    "mistral": MistralReader,
+    "harmony": HarmonyReader,
+    "jamba": JambaReader,
+    "granite": GraniteReader,
+    "nemotron": NemotronReader,
+    "intern": InternReader,
+    "command": CommandReader,
+    "apertus": ApertusReader,
+    "seed": SeedReader,
+    "minimax": MinimaxReader,
+    "gemma": GemmaReader,
+    "function_gemma": FunctionGemmaReader,
+    "lfm": LfmReader,
+    "olmo": OlmoReader,
+    "pythonic": PythonicReader,
+}
+"""Readers by the name of their format."""
+
+
+def overlap(text: str, mark: str) -> int:
+    """Length of the text's end that may be the beginning of ``mark``."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def read_whole(reader: CallReader, text: str) -> tuple[str, list[tuple[str, str]]]:
+    """The text of a whole reply without its calls, and these: name and arguments."""
+    pieces = reader.feed(text, last=True)
+    calls = [(piece.name, piece.arguments) for piece in pieces if isinstance(piece, ToolCall)]
+    return "".join(piece for piece in pieces if isinstance(piece, str)), calls
