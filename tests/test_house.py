@@ -49,6 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "storage": {"errors", "folders", "turns", "network", "pace", "protocol", "spec"},
     "environments": {
         "errors", "aio", "children", "bounds", "folders", "network", "settings", "protocol", "spec", "telemetry.log",
+        "tokenization.written",
     },
     "controller": {
         "errors", "aio", "clock", "bounds", "turns", "network", "settings", "protocol", "spec", "algorithms",

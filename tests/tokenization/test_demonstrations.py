@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.support.peers import model_folder
 from tests.tokenization.test_tool_calls import ADD, CODER, QWEN, SMOLLM3, STRICT, TURNS, made
 
+from rookery.controller.spec_warnings import form_problems
+from rookery.environments.base import SplitSizes
+from rookery.environments.messages import form_of
+from rookery.errors import UserError
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.demonstrations import learned_sequences
 
@@ -119,3 +127,132 @@ def test_a_long_conversation_is_cut_at_its_end(chat: Chat) -> None:
     shorter = one.cut(len(one.prompt) + 3)
     assert (shorter.prompt, shorter.tokens, len(shorter.weights)) == (one.prompt, one.tokens[:3], 3)
     assert not any(one.cut(2).weights) and len(one.cut(2).prompt) == 2
+
+
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}\n{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [["2+2?", "4"], ["a", "b", "c", "d"], ["é 漢", "🙂\n\n x ", "?", "<think>hm</think>1"], ["a"] * 6],
+)
+def test_learned_tokens_are_those_that_transformers_masks(texts: list[str], tmp_path: Path) -> None:
+    """Of a template that marks what the assistant generates."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = model_folder(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(MARKED)
+    chat = Chat.load(folder)
+    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), chat_template=MARKED)
+    theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    [one] = learned_sequences(chat, messages, [float(n % 2) for n in range(len(texts))])
+    assert one.prompt + one.tokens == theirs["input_ids"]
+    assert [0.0] * len(one.prompt) + one.weights == theirs["assistant_masks"]
+
+
+# --- what a template leaves out ---------------------------------------------------------------------------------------
+
+
+def chatml(reply: str, others: str = "{{ m.content }}") -> str:
+    """A template that writes ``reply`` for the assistant's messages ``m``."""
+    return (
+        "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        f"{{% if m.role == 'assistant' %}}{reply}{{% else %}}{others}{{% endif %}}<|im_end|>\n{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+A_CALL = "<tool_call>{{ call.function | tojson }}</tool_call>"
+CALLS = f"{{% for call in m.tool_calls or [] %}}{A_CALL}{{% endfor %}}"
+SPOKEN = "{{ m.content.split('</think>')[-1] }}"
+WRITERS = {
+    "all": chatml("{{ m.content }}" + CALLS),
+    "Mistral": chatml("{% if m.tool_calls %}" + CALLS + "{% else %}{{ m.content }}{% endif %}"),
+    "gpt-oss": chatml("{{ m.content }}{% for call in (m.tool_calls or [])[:1] %}" + A_CALL + "{% endfor %}"),
+    "R1": chatml(SPOKEN + CALLS),
+    "Qwen3": chatml(
+        "{% if loop.last and '</think>' in m.content %}<think>\n{{ m.content.split('</think>')[0].split('<think>')[-1]"
+        " | trim }}\n</think>\n\n{% endif %}{{ m.content.split('</think>')[-1] | trim }}" + CALLS
+    ),
+    "no system": chatml("{{ m.content }}" + CALLS, "{{ m.content if m.role != 'system' }}"),
+    "no results": chatml("{{ m.content }}" + CALLS, "{{ m.content if m.role != 'tool' else 'done' }}"),
+    "results as JSON": chatml("{{ m.content }}" + CALLS, "{{ m.content | tojson if m.role == 'tool' else m.content }}"),
+    "no tools": STRICT,
+}
+
+
+def calling(*texts: str, content: str = "") -> dict[str, Any]:
+    functions = [{"name": "add", "arguments": {"a": text}} for text in texts]
+    calls = [{"id": "abcdefghi", "type": "function", "function": function} for function in functions]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+RESULT = {"role": "tool", "content": 'a "result"\nof two lines', "tool_call_id": "abcdefghi"}
+THOUGHT = {"role": "assistant", "content": "<think>I add.</think>It is 4."}
+LEFT_OUT: list[tuple[list[dict[str, Any]], dict[str, str]]] = [
+    ([USER, REPLY], {}),
+    ([USER, THOUGHT], {"R1": 'the thought "I add." of message 2'}),
+    ([USER, THOUGHT, MORE, LAST], {"R1": 'the thought "I add." of message 2'}),
+    ([USER, {"role": "assistant", "content": "<think>\n\n</think>\n\nIt is 4."}], {}),
+    ([USER, calling("one")], {}),
+    ([USER, calling("one", content="I call.")], {"Mistral": 'the text "I call." of message 2'}),
+    ([USER, calling("one", "two")], {"gpt-oss": '"two" of call 2 of message 2'}),
+    ([USER, calling("one"), RESULT, REPLY], {}),
+    ([{"role": "system", "content": "Be brief."}, USER, REPLY], {"no system": 'the text "Be brief." of message 1'}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("number", range(len(LEFT_OUT)))
+def test_a_conversation_of_which_the_template_leaves_something_out_is_refused(name: str, number: int) -> None:
+    messages, refused = LEFT_OUT[number]
+    weights = [float(message["role"] == "assistant") for message in messages]
+    if name not in refused:
+        assert learned_sequences(made(WRITERS[name]), messages, weights, [ADD])
+        return
+    with pytest.raises(UserError, match=re.escape(refused[name])):
+        learned_sequences(made(WRITERS[name]), messages, weights, [ADD])
+    sizes = SplitSizes(1, 0, forms=[([*form_of(messages, [ADD], weights)], "dataset: row 7")])
+    [line] = form_problems(made(WRITERS[name]), sizes, "some-model")
+    assert line.startswith("environment: dataset: row 7: some-model: the chat template leaves out")
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_text_of_a_demonstration_is_written_or_the_row_is_refused(name: str, data: st.DataObject) -> None:
+    chat, words = made(WRITERS[name]), (f"w{number}w" for number in itertools.count())
+    messages: list[dict[str, Any]] = [{"role": role, "content": next(words)} for role in data.draw(
+        st.sampled_from([["user"], ["system", "user"]]))]  # fmt: skip
+    wanted: list[list[str]] = []
+    kinds = st.sampled_from(["text", "thought", "calls", "calls and text"])
+    for kind in data.draw(st.lists(kinds, min_size=1, max_size=3)):
+        mine = [next(words) for _ in range(3)]
+        reply = {
+            "text": {"role": "assistant", "content": mine[0]},
+            "thought": {"role": "assistant", "content": f"<think>{mine[0]}</think>{mine[1]}"},
+            "calls": calling(*mine[:2]),
+            "calls and text": calling(mine[1], mine[2], content=mine[0]),
+        }[kind]
+        wanted.append(mine[: {"text": 1, "calls and text": 3}.get(kind, 2)])
+        messages += [reply, {"role": "tool" if reply.get("tool_calls") else "user", "content": next(words)}]
+    messages = messages[:-1] if data.draw(st.booleans()) else messages
+    weights = [float(message["role"] == "assistant") for message in messages]
+    try:
+        found = learned_sequences(chat, messages, weights, [ADD])
+    except UserError as error:
+        assert "leaves out" in str(error)
+        assert name not in ("all", "Qwen3", "results as JSON", "no tools"), error
+        return
+    learnt = "".join(text for one in found for text, _ in learned(chat, one))
+    assert all(word in learnt for mine in wanted for word in mine)
+    whole = chat.decode([*found[-1].prompt, *found[-1].tokens])
+    last = max(number for number, weight in enumerate(weights) if weight)
+    assert all(message["content"] in whole for message in messages[:last] if message["role"] != "assistant")
+    form = [*form_of(messages[: last + 1], [ADD], weights)]
+    assert form_problems(chat, SplitSizes(1, 0, forms=[(form, "")]), "") == []

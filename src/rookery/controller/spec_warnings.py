@@ -10,11 +10,11 @@ import math
 
 from rookery.algorithms.schedules import rate
 from rookery.environments.base import SplitSizes
-from rookery.environments.messages import example_of
+from rookery.environments.messages import example_of, learned_of
 from rookery.errors import UserError, count_of
 from rookery.spec.job import FIRST_REPLIES, JobSpec
 from rookery.tokenization.chat import Chat
-from rookery.tokenization.demonstrations import rendered
+from rookery.tokenization.demonstrations import check_written
 
 NEGLIGIBLE_RATE = 1e-3
 """A share of ``lr`` at which a step counts as changing nothing: a whole job at it moves the weights as far as one step
@@ -139,15 +139,16 @@ def split_problems(spec: JobSpec, sizes: SplitSizes | None) -> list[str]:
     return [f"{given}; give {sizes.held_out_by}, or leave evaluation out"]
 
 
-def form_problems(chat: Chat, sizes: SplitSizes) -> list[str]:
-    """The rows whose roles, or calls of tools, the chat template refuses, a line each. Blocks."""
+def form_problems(chat: Chat, sizes: SplitSizes, model: str) -> list[str]:
+    """The rows whose roles, or calls of tools, the chat template of ``model`` refuses, or of which it leaves something
+    out, a line each. Blocks."""
     lines = []
     for form, where in sizes.forms:
         messages, tools = example_of(form)
         try:
-            rendered(chat, messages, tools)
+            check_written(chat, messages, learned_of(form), tools)
         except UserError as error:
-            lines.append(f"environment: {where}: {str(error)[:300]}; give messages that it takes")
+            lines.append(f"environment: {where}: {model}: {str(error)[:300]}; give messages that it takes")
     return lines[:FORMS_SHOWN]
 
 

@@ -221,7 +221,7 @@ class JobValidator:
         services = self._services
         if (await services.threads(status, services.settings.cache, model)).state != "prepared":
             return []  # a dry run prepares it and renders the first prompts
-        return await services.threads(form_problems, await services.chat(model), sizes)
+        return await services.threads(form_problems, await services.chat(model), sizes, model)
 
     async def model(self, tenant: str, name: str) -> str:
         """The canonical name of a base model that this tenant may use. Raises :class:`UserError`."""

@@ -193,7 +193,7 @@ class Demonstrations(RowFiles):
 
     def form(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         found = demonstration(row)
-        return form_of(found.messages, found.tools)
+        return form_of(found.messages, found.tools, found.weights)
 
     def step(self, reply: Reply) -> Step:
         raise NotImplementedError("demonstrations have no rewards; give the algorithm sft")
@@ -211,8 +211,9 @@ class Preferences(RowFiles):
 
     def form(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         found = preference(row)
-        most = max(found.chosen, found.rejected, key=lambda reply: len(reply.get("tool_calls", ())))
-        return form_of([*found.prompt, most], found.tools)
+        learned = [*(False for _ in found.prompt), True]
+        forms = [form_of([*found.prompt, reply], found.tools, learned) for reply in (found.chosen, found.rejected)]
+        return max(forms, key=lambda form: len(form[-1]))  # the one with more calls or thoughts
 
     def step(self, reply: Reply) -> Step:
         raise NotImplementedError("preferences have no rewards; give the algorithm dpo")

@@ -154,7 +154,8 @@ class RowFiles(Environment):
 
     def form(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         """The roles and calls of a row's messages, which a chat template may refuse."""
-        return form_of(self.asked(row))
+        asked = self.asked(row)
+        return form_of(asked, learned=[False] * len(asked))
 
     def sizes(self) -> SplitSizes:
         """The sizes of the splits and the forms of their prompts; reads all rows again."""

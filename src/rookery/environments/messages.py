@@ -17,6 +17,7 @@ from rookery.bounds import TOOLS
 from rookery.environments.base import Message
 from rookery.errors import nearest
 from rookery.spec import values
+from rookery.tokenization.written import THOUGHT_MARKS
 
 ROLES = ("system", "user", "assistant", "tool")
 """The same as in the chat API."""
@@ -234,25 +235,59 @@ def readable(message: Mapping[str, Any]) -> Message:
 TOOLS_FORM = "+tools"
 """The mark of a form with tools."""
 
+CONTEXT = "~"
+"""The mark of a message of the assistant that is not learned."""
 
-def form_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> tuple[str, ...]:
-    """The parts of a conversation that a chat template may refuse: the roles, ``role+N`` for a message with N calls,
-    and ``+tools`` before them where there are tools."""
-    roles = (f"{one['role']}+{len(one['tool_calls'])}" if one.get("tool_calls") else one["role"] for one in messages)
-    return (TOOLS_FORM, *roles) if tools else (*roles,)
+MOST_MARKS = 8
+"""Marks of thoughts in the form of one message: more are of the same kind."""
+
+
+def form_of(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), learned: Sequence[Any] | None = None
+) -> tuple[str, ...]:
+    """The parts of a conversation that a chat template may refuse or leave out: the roles, ``role+N`` for a message
+    with N calls, ``role:…`` for one with thoughts or with a text beside its calls, and ``+tools`` before them where
+    there are tools. ``learned`` says of each message whether it is, by default all of the assistant's: thoughts of
+    others may be left out."""
+    marks = []
+    for number, message in enumerate(messages):
+        calls = len(message.get("tool_calls") or ())
+        context = message["role"] == "assistant" and learned is not None and not learned[number]
+        text = message.get("content") or ""
+        shape = _shape(text) if message["role"] == "assistant" and not context else "-" if text.strip() else ""
+        shape = "" if shape == ("" if calls else "-") else f":{shape}"
+        marks.append(message["role"] + CONTEXT * context + (f"+{calls}" if calls else "") + shape)
+    return (TOOLS_FORM, *marks) if tools else tuple(marks)
+
+
+def _shape(text: str) -> str:
+    """A text with ``-`` for all but the marks of thoughts."""
+    pieces = THOUGHT_MARKS.split(text, MOST_MARKS)
+    return "".join(piece if number % 2 else "-" * bool(piece.strip()) for number, piece in enumerate(pieces))
 
 
 def example_of(form: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A conversation of this form, and its tools."""
+    """A conversation of this form, and its tools. No two texts of it are alike."""
     tools = offered_tools([{"function": {"name": "f"}}]) if TOOLS_FORM in form else []
     messages: list[dict[str, Any]] = []
+    number = itertools.count()
     for mark in form:
-        role, _, calls = mark.partition("+")
+        kind, given, shape = mark.partition(":")
+        role, _, calls = kind.replace(CONTEXT, "").partition("+")
         if not role:
             continue
-        made = [{"function": {"name": "f"}}] * int(calls or 0)
-        messages.append({"role": role, "content": None, "tool_calls": made} if made else {"role": role, "content": "-"})
+        made = [{"function": {"name": "f", "arguments": {"text": f"x{next(number)}x"}}} for _ in range(int(calls or 0))]
+        shape = shape if given else "" if made else "-"
+        content = re.sub("-", lambda _: f"x{next(number)}x", shape)
+        messages.append({"role": role, "content": content, **({"tool_calls": made} if made else {})})
     return with_calls(messages, before_reply=False), tools
+
+
+def learned_of(form: Sequence[str]) -> list[bool]:
+    """Of each message of a form whether it is learned."""
+    return [
+        mark.startswith("assistant") and CONTEXT not in mark.partition(":")[0] for mark in form if mark != TOOLS_FORM
+    ]
 
 
 def shown(value: Any) -> str:

@@ -3,6 +3,7 @@
 A reply is learned as it would be sampled: after the prompt that the chat template writes for it, as far as the
 template writes the same before a past reply, up to and with the token that ends it. Where the template writes earlier
 turns differently once others follow (such as those without their reasoning), each reply has a separate sequence.
+A conversation of which the template leaves something out is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from rookery.errors import UserError
 from rookery.tokenization.chat import Chat, Message
+from rookery.tokenization.written import missing, without_space
 
 
 @dataclass(frozen=True)
@@ -63,17 +65,48 @@ def learned_sequences(
     chat: Chat, messages: Sequence[Message], weights: Sequence[float], tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[LearnedSequence]:
     """The sequences of a conversation with ``tools``; ``weights`` are those of its messages. Raises :class:`UserError`
-    where the chat template refuses it."""
-    write = partial(rendered, chat, tools=tools)
-    turns = [
-        _turn(chat, write, messages[:number], message, weight)
-        for number, (message, weight) in enumerate(zip(messages, weights, strict=True))
-        if weight
-    ]
+    where the chat template refuses it, or leaves something out of a learned message or of one before it."""
+    turns = _turns(chat, messages, weights, tools)
     whole = turns[-1].text if turns else ""
     if all(whole.startswith(turn.text) for turn in turns):
         return [_sequence(chat, whole, turns)] if turns else []
     return [_sequence(chat, turn.text, [turn]) for turn in turns]
+
+
+def check_written(
+    chat: Chat, messages: Sequence[Message], learned: Sequence[bool], tools: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Raises :class:`UserError` where the chat template refuses a conversation, or leaves something out of it;
+    ``learned`` messages are looked at as :func:`learned_sequences` does."""
+    whole = rendered(chat, messages, tools)
+    _turns(chat, messages, [float(one) for one in learned], tools)
+    _check_context(whole, messages, learned)
+
+
+def _turns(
+    chat: Chat, messages: Sequence[Message], weights: Sequence[float], tools: Sequence[Mapping[str, Any]]
+) -> list[_Turn]:
+    write = partial(rendered, chat, tools=tools)
+    learned = [number for number, weight in enumerate(weights) if weight]
+    turns = [_turn(chat, write, messages[:number], messages[number], weights[number]) for number in learned]
+    if turns:
+        _check_context(turns[-1].text, messages[: learned[-1]], weights)
+    return turns
+
+
+def _check_context(text: str, messages: Sequence[Message], learned: Sequence[float]) -> None:
+    """Of messages that are not learned: those that are may be rewritten once others follow."""
+    squeezed = without_space(text)
+    for number, message in enumerate(messages):
+        if not learned[number] and (gone := missing(squeezed, message, thoughts=message["role"] != "assistant")):
+            raise _left_out(gone, number, message)
+
+
+def _left_out(gone: str, number: int, message: Message) -> UserError:
+    return UserError(
+        f"the chat template leaves out {gone} of message {number + 1}, the {message['role']}'s; write it where the"
+        " template keeps it, or leave the row out"
+    )
 
 
 def _turn(chat: Chat, write: Callable[..., str], before: Sequence[Message], reply: Message, weight: float) -> _Turn:
@@ -85,6 +118,10 @@ def _turn(chat: Chat, write: Callable[..., str], before: Sequence[Message], repl
         start = max(len(history), chat.shared(text, prompt)) if text.startswith(history) else len(text)
     if start == len(text):
         raise UserError("the chat template writes a conversation differently once a reply follows it")
+    if gone := missing(without_space(text[start:]), reply):  # its beginning may be what the template opens a reply with
+        history = write(before, add_generation_prompt=False)
+        if not text.startswith(history) or missing(without_space(text[len(history) :]), reply):
+            raise _left_out(gone, len(before), reply)
     return _Turn(text, start, weight)
 
 

@@ -6,13 +6,15 @@ trainer adds sums; the optimizer step scales them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rookery import protocol
 from rookery.controller.training.policy_run import ForwardRequest
 from rookery.environments.demonstrations import demonstration, preference
+from rookery.environments.messages import shown
+from rookery.errors import UserError
 from rookery.spec import values
 from rookery.spec.job import JobSpec
 from rookery.tokenization.chat import Chat
@@ -54,7 +56,7 @@ def row_batch(spec: JobSpec, chat: Chat, rows: Sequence[bytes], *, forward_only:
     cut = empty = 0
     for row in rows:
         long, made = False, []
-        for sequences in convert(chat, values.decode(row)):
+        for sequences in _named(convert, chat, values.decode(row)):
             long |= any(one.length > most for one in sequences)
             kept = [one.cut(most) for one in sequences]
             alike = paired and kept[0] == kept[1]
@@ -78,6 +80,16 @@ def row_batch(spec: JobSpec, chat: Chat, rows: Sequence[bytes], *, forward_only:
         ),
         weight, len(rows), lengths, cut, empty,
     )  # fmt: skip
+
+
+def _named(
+    convert: Callable[[Chat, Any], list[list[LearnedSequence]]], chat: Chat, row: Any
+) -> list[list[LearnedSequence]]:
+    """The sequences of a row, whose beginning an error names."""
+    try:
+        return convert(chat, row)
+    except UserError as error:
+        raise UserError(f"{shown(row)}: {error}") from None
 
 
 def step_metrics(batch: RowBatch, sums: Mapping[str, float]) -> dict[str, float]:
