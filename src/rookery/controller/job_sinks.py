@@ -455,7 +455,7 @@ class _Sending:
 
 
 def _evaluation(row: EvaluationRow, prefix: str, step: int) -> list[Figure]:
-    values = {"mean": row.mean, "stderr": row.stderr, "prompts": row.prompts, **row.results}
+    values = {"mean": row.mean, "stderr": row.error, "prompts": row.prompts, **row.results}
     return [
         Figure(metric_name(f"{prefix}evaluation/{name}"), value, step, row.created) for name, value in numbers(values)
     ][:METRICS_AT_ONCE]

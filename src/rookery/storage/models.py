@@ -283,6 +283,11 @@ class EvaluationRow(OwnedRow):
     kept: Mapped[bool] = mapped_column(default=True)
     """False: its prompts and answers are deleted, its figures are there."""
 
+    @property
+    def error(self) -> float | None:
+        """``stderr``, of which one prompt, and the loss of rows, have none."""
+        return self.stderr if self.prompts > 1 and self.results.get("loss") is None else None
+
 
 class UploadRow(Base):
     """Bytes that a tenant uploaded; ``hash`` names an artifact."""

@@ -695,6 +695,17 @@ async def test_evaluations_use_the_same_prompts(service: Service) -> None:
     assert [version.evaluation is not None for version in versions] == [True, False, True, False, True, True]
 
 
+@pytest.mark.parametrize("prompts", [1, 2])
+async def test_an_evaluation_of_one_prompt_has_no_error(service: Service, prompts: int) -> None:
+    await service.join()
+    job = await run(service, stop__steps=1, evaluation={"every": 1, "prompts": prompts})
+    await service.ends(job)
+    evaluations = await service.controller.queries.evaluations("alice", job)
+    assert evaluations and all((one.stderr is None) == (prompts == 1) for one in evaluations)
+    texts = [row.text for row in service.database.read(tenants.events, "alice", job, 100) if row.kind == "evaluation"]
+    assert texts and all("mean reward" in text and ("±" in text) == (prompts > 1) for text in texts)
+
+
 async def test_old_evaluations_keep_their_figures_and_new_ones_their_prompts(tmp_path: Path) -> None:
     service = Service(tmp_path, trajectory_keep=1)
     await service.start()

@@ -47,12 +47,11 @@ class EvalResult(msgspec.Struct):
 
 
 def summarise(results: list[EvalResult]) -> tuple[float, float]:
-    """``(mean reward, its standard error)`` of the episodes that succeeded; NaN where there is none."""
+    """``(mean reward, its standard error)`` of the episodes that succeeded; NaN where there is none. A single episode
+    has no error."""
     rewards = [result.reward for result in results if not result.error]
-    if not rewards:
-        return math.nan, math.nan
-    spread = statistics.stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
-    return statistics.fmean(rewards), spread
+    spread = statistics.stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else math.nan
+    return (statistics.fmean(rewards) if rewards else math.nan), spread
 
 
 async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
@@ -85,7 +84,7 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
             version=version,
             prompts=answered,
             mean=mean,
-            stderr=stderr,
+            stderr=0.0 if math.isnan(stderr) else stderr,  # the table holds no NaN
             results={
                 "split": "eval",
                 "seed": evaluation.seed,
@@ -98,7 +97,8 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
         while await store.write(trim_evaluations, job.row.id, keep) == EVALUATIONS_AT_ONCE:
             pass  # writes of others come between
         policy.versions.evaluated(version, mean)
-        text = f"{whose}version {version}: mean reward {mean:.3f} ± {stderr:.3f} on {count_of(answered, 'prompt')}"
+        spread = "" if math.isnan(stderr) else f" ± {stderr:.3f}"
+        text = f"{whose}version {version}: mean reward {mean:.3f}{spread} on {count_of(answered, 'prompt')}"
         if constant is not None:
             text += f"; the best constant reply earns {constant.reward:.3f}"
         if failed:
