@@ -126,11 +126,11 @@ class TestTinyLibraries:
         async def play() -> None:
             episode, first = await start(made("gymnasium", "Count"), 5)
             assert first.endswith("Reply with one of: 0, 1.")
-            wrong = ("11", "-1", "\u22121", "\u20131", "1\u20132", "0.1", "1,0", "1.0")
+            wrong = ("11", "-1", "\u22121", "\u20131", "1\u20132", "0.1", "1,0", "1.0", "1 or 12", "1, not -1")
             texts = ("<think>0</think>I take 1", *wrong, "0", "It is 1.")
             moves = [await move(episode, text) for text in texts]
-            assert [step.reward for step in moves] == [1.0, *[0.0] * 9, 1.0]
-            assert ["Reply with" in shown(step) for step in moves[1:9]] == [True] * 8
+            assert [step.reward for step in moves] == [1.0, *[0.0] * 11, 1.0]
+            assert ["Reply with" in shown(step) for step in moves[1:11]] == [True] * 10
             await episode.close()
 
         played(play)

@@ -31,6 +31,8 @@ ACTIONS = 200
 
 DASHES = "\u2010\u2011\u2012\u2013\u2212\ufe58\ufe63\uff0d-"
 """All signs that replies write as a minus: those of :mod:`rookery.environments.verifiers.numbers`, and the hyphen."""
+NUMBER = re.compile(r"(?<![^\W_])\d+(?![^\W_])")
+"""A number that is no part of a name, such as the 2 of H2O."""
 COLOURED = re.compile(r"\x1b\[[0-9;]*[1-9][0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
 """A coloured part of a picture, such as the square of the player."""
 
@@ -93,6 +95,7 @@ class Gymnasium:
                 f"actions: given {len(given['actions'])}, allowed: {count}, one for each of {given['env']}"
             )
         self.first = int(space.start) if count else 0
+        self.numbered = not given["actions"]
         self.actions = given["actions"] or [str(self.first + number) for number in range(count)]
         names = "|".join(re.escape(name) for name in sorted(self.actions, key=len, reverse=True))
         # no part of another word, nor of a number: 1 is in neither -1 nor 0.1
@@ -116,12 +119,17 @@ class Gymnasium:
         return "" if done else self.shown(observation), float(reward), done
 
     def action(self, reply: str) -> int | str | None:
-        """The action in a reply, the last one where it names several; None where there is none."""
+        """The action in a reply, the last one where it names several; None where there is none, or where actions are
+        numbers and the last number is none."""
         if not self.actions:
             text = reply.strip()
             return text if self.env.action_space.contains(text) else None
-        found = self.pattern.findall(reply)
-        return self.numbers[found[-1].casefold()] if found else None
+        found = [*self.pattern.finditer(reply)]
+        if not found:
+            return None
+        if self.numbered and NUMBER.search(reply, found[-1].end()):  # 12 of "1 or 12" is none
+            return None
+        return self.numbers[found[-1][0].casefold()]
 
     def shown(self, observation: Any) -> str:
         if self.picture:
