@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,14 @@ from yaml.reader import ReaderError
 from rookery.errors import UserError, short, single_line
 from rookery.spec import values
 
-MAX_NODES = 2_000_000
-"""Values in one YAML file, with those that aliases repeat: some hundred megabytes, read in about ten seconds."""
+MOST_BYTES = 64 << 20
+"""Of one file: beyond it the file is no job, or a device that has no end."""
+
+MOST_REPEATED = 16 << 20
+"""Characters that aliases of one file may repeat: they are written out when a job is sent."""
+
+VALUE_CHARACTERS = 16
+"""Characters that each repeated value counts for besides its text: an empty list needs memory and time too."""
 
 ROWS = frozenset({("environment", "rows"), ("environment", "eval_rows")})
 """Where values are compared with texts of the policy."""
@@ -89,7 +96,11 @@ def read_mapping(path: Path, kind: str, needed: str) -> dict[str, Any]:
     """The mapping in a YAML or JSON file. Raises :class:`UserError` for anything else. ``kind``: of file, ``needed``:
     the fields that each has, for its line."""
     try:
-        data = _load(path.read_bytes())
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise UserError(f"has more than {MOST_BYTES >> 20} MB; put rows into a JSONL file")
+        data = _load(content)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a {kind} file") from None
     except (UserError, values.ValueRefused) as error:
@@ -137,6 +148,7 @@ def _load(content: bytes) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
+        _check_aliases(node)
         for scalar, in_rows in _plain_scalars(node):
             _check(scalar, loader, in_rows)
         return loader.construct_document(node)
@@ -144,15 +156,51 @@ def _load(content: bytes) -> Any:
         loader.dispose()
 
 
+def _check_aliases(root: yaml.Node) -> None:
+    """Raises :class:`UserError` for a value that contains itself, and for aliases that repeat too much. Looks at each
+    node once, however often it is repeated."""
+    sizes: dict[int, int] = {}
+    """Characters of each complete node, those that aliases repeat in it included."""
+    above: set[int] = set()
+    left: list[tuple[yaml.Node, bool]] = [(root, False)]
+    written = 0
+    """Characters of all nodes that were looked at."""
+    while left:
+        node, complete = left.pop()
+        inner = _inner(node)
+        if complete:
+            above.remove(id(node))
+            sizes[id(node)] = _characters(node) + sum(sizes[id(one)] for one in inner)
+            if sizes[id(node)] - written > MOST_REPEATED:
+                raise UserError(
+                    f"line {node.start_mark.line + 1}: aliases repeat more than {MOST_REPEATED >> 20} MB; put rows into"
+                    " a JSONL file"
+                )
+        elif id(node) in above:
+            raise UserError(f"line {node.start_mark.line + 1}: the value contains an alias of itself; leave that out")
+        elif id(node) not in sizes:
+            written += _characters(node)
+            above.add(id(node))
+            left += [(node, True), *((one, False) for one in inner)]
+
+
+def _inner(node: yaml.Node) -> list[yaml.Node]:
+    """The nodes in a list or a mapping."""
+    if isinstance(node, yaml.MappingNode):
+        return list(chain.from_iterable(node.value))
+    return node.value if isinstance(node, yaml.SequenceNode) else []
+
+
+def _characters(node: yaml.Node) -> int:
+    """Of the node alone."""
+    return VALUE_CHARACTERS + (len(node.value) if isinstance(node, yaml.ScalarNode) else 0)
+
+
 def _plain_scalars(root: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, bool]]:
-    """The scalars without quotes, and whether each is in the job's rows. Raises :class:`UserError` for too many."""
+    """The scalars without quotes, and whether each is in the job's rows."""
     left: list[tuple[yaml.Node, tuple[str, ...]]] = [(root, ())]
-    count = 0
     while left:
         node, path = left.pop()
-        count += 1
-        if count > MAX_NODES:
-            raise UserError(f"more than {MAX_NODES} values, those of aliases included; put rows into a JSONL file")
         _check_tag(node)
         if isinstance(node, yaml.SequenceNode):
             left += [(entry, path) for entry in node.value]
