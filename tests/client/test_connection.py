@@ -11,10 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from os import _exit as leave
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import httpx
@@ -229,6 +231,127 @@ def test_a_silent_service_holds_a_list_for_the_time_limit_of_a_list(
                 ask()
     (found,) = service_findings(Settings.load({"ROOKERY_URL": silent, "ROOKERY_KEY": "tml-x"}), 0.2)
     assert found.what == "service" and "did not answer within 0.2 s" in found.found
+
+
+# --- waits that no library limits -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def answering(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The address of a server that answers each connection in a thread."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    threading.Thread(target=talk, args=listening.accept()[:1], daemon=True).start()
+
+        def talk(connection: socket.socket) -> None:
+            with suppress(OSError), connection:
+                answer(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+HINT = b"HTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n"
+OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n[]"
+EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+
+
+def empty_list(connection: socket.socket) -> None:
+    connection.recv(1 << 16)
+    connection.sendall(OK)
+
+
+def without_end(first: bytes, again: bytes) -> Callable[[socket.socket], None]:
+    """Sends one text, and then another one again and again."""
+
+    def answer(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        connection.sendall(first)
+        while True:
+            connection.sendall(again)
+            time.sleep(0.02)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "ask"),
+    [
+        (without_end(HINT, HINT), lambda client: client.views()),
+        (without_end(b"", HINT * 100), lambda client: client.views()),
+        (without_end(HINT[:20], b"x"), lambda client: client.views()),
+        (without_end(OK[:-2], b""), lambda client: client.views()),
+        (without_end(HINT, HINT), lambda client: list(client.stream(MODEL, "hello"))),
+        (without_end(EVENTS, b"x"), lambda client: list(client.stream(MODEL, "hello"))),
+    ],
+    ids=["hints", "many hints", "a head byte by byte", "no body", "hints before a stream", "a stream without events"],
+)  # fmt: skip
+def test_every_wait_of_a_request_ends(answer: Callable[[socket.socket], None], ask: Callable[[Client], object]) -> None:
+    """A library limits each silence: there is none here."""
+    with answering(answer) as url, Client(url, "tml-x", seconds=0.3) as client:
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match=r"did not answer within 0\.3 s"):
+            ask(client)
+        assert time.monotonic() - began < 10
+
+
+def test_a_response_after_some_of_the_class_1xx_is_read() -> None:
+    def answer(connection: socket.socket) -> None:
+        for number in range(3):
+            connection.recv(1 << 16)
+            connection.sendall(HINT * number)
+            connection.sendall(OK)
+
+    with answering(answer) as url, Client(url, "tml-x") as client:
+        assert [client.views() for _ in range(3)] == [[], [], []]
+
+
+def test_a_name_server_that_does_not_answer_is_waited_for_as_long_as_for_a_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(limits.socket, "getaddrinfo", lambda *_, **__: ended.wait())
+    monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.1)
+    with Client("http://service.example", "tml-x") as client:
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match=r"no address of the name in http://service\.example came within 0\.1 s"):
+            client.views()
+        assert time.monotonic() - began < 5
+    ended.set()
+
+
+@pytest.mark.parametrize("lost", [1, 8])
+def test_addresses_that_lead_nowhere_share_the_time_to_connect(lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All addresses of a name are tried, and all together end in time. No queue of connections is longer than one."""
+    with answering(empty_list) as url, ExitStack() as stack:
+        port = int(url.rpartition(":")[2])
+        for number in range(2, lost + 2):
+            full = stack.enter_context(socket.socket())
+            full.bind((f"127.0.0.{number}", port))
+            full.listen(0)
+            for _ in range(4):
+                waiting_one = stack.enter_context(socket.socket())
+                waiting_one.setblocking(False)
+                waiting_one.connect_ex((f"127.0.0.{number}", port))
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{n}", port)) for n in range(2, lost + 2)]
+        look_up = socket.getaddrinfo
+
+        def addresses(host: Any, *given: Any, **more: Any) -> Any:
+            return found if host == "service.example" else look_up(host, *given, **more)
+
+        monkeypatch.setattr(socket, "getaddrinfo", addresses)
+        monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.4)
+        with Client(f"http://service.example:{port}", "tml-x") as client:
+            began = time.monotonic()
+            with pytest.raises(Unavailable, match="no Rookery service answers"):
+                client.views()
+            assert time.monotonic() - began < 3 * 0.4 + 0.5 + 1
+            found.append((socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)))
+            assert client.views() == []
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e7, "5"])

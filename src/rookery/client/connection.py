@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import closing, suppress
-from functools import partial
-from itertools import chain
+from itertools import zip_longest
 from typing import IO, Any, NoReturn
 from urllib.parse import quote, urlsplit
 
+import httpcore
 import httpx
 
 from rookery import errors
@@ -42,6 +44,9 @@ CHANGE_SECONDS = 60.0
 
 WORK_SECONDS = 600.0
 """The same of one that waits for work: a sample in an engine's queue, a model that is fetched, a large upload."""
+
+LEAST_SECONDS = 0.001
+"""Of a wait whose time is over: 0 would be a socket that does not wait."""
 
 QUIET_SECONDS = 30.0
 """A stream without an event or heartbeat for this long counts as broken."""
@@ -206,7 +211,7 @@ class HttpConnection:
                 if not response.headers.get("content-type", "").startswith("text/event-stream"):
                     raise self._foreign()
                 kind = ""
-                for line in chain.from_iterable(map(LineSplitter().feed, response.iter_bytes())):
+                for line in _lines(response, limit):
                     if line.startswith(b"event: "):
                         kind = line.removeprefix(b"event: ").decode(errors="replace")
                     elif line == b"data: [DONE]":
@@ -295,6 +300,11 @@ class HttpConnection:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             if any(isinstance(cause, socket.gaierror) for cause in _causes(error)):
                 return ConnectionBroken(f"no machine has the name in {self.url}; correct ROOKERY_URL or --url")
+            if any(isinstance(cause, NameSilent) for cause in _causes(error)):
+                return ConnectionBroken(
+                    f"no address of the name in {self.url} came within {min(CONNECT_SECONDS, seconds):g} s; try again"
+                    " when its name server answers, or set ROOKERY_URL to an address"
+                )
             return ConnectionBroken(
                 f"no Rookery service answers at {self.url}; start one with: rookery serve (or set ROOKERY_URL)"
             )
@@ -330,6 +340,24 @@ def _seconds(text: str) -> float:
     return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else 1.0
 
 
+def _lines(response: httpx.Response, seconds: float) -> Iterator[bytes]:
+    """The lines of a stream of events. Bytes without a line for ``seconds`` are silence."""
+    splitter, clock = LineSplitter(), time.monotonic
+    left = seconds
+    blocks = response.iter_bytes()
+    while True:
+        began = clock()
+        block = next(blocks, None)
+        if block is None:
+            return
+        left -= clock() - began  # the time that a caller takes for an event does not count
+        for line in splitter.feed(block):
+            left = seconds
+            yield line
+        if left <= 0:
+            raise httpx.ReadTimeout(f"no event came within {seconds:g} s")
+
+
 class Paced(httpx.SyncByteStream):
     """The bytes of a response, which must come at a pace: a proxy may send one now and then."""
 
@@ -347,12 +375,31 @@ class Paced(httpx.SyncByteStream):
 
 
 class PacedTransport(httpx.HTTPTransport):
-    """Connections on which also the head of a response must come at a pace: httpx limits each of its silences."""
+    """Connections on which each wait ends. Libraries limit single silences, and none while a name is looked up.
+
+    ================================  ==========================================================================
+    wait                              limit
+    ================================  ==========================================================================
+    for the addresses of a name       the time to connect, together with the next one
+    for a connection                  the same for all addresses of the name, of which each gets an equal part
+    for TLS                           the time to connect
+    until a piece is sent             the time of a change
+    for the head of the response      the longest silence, with any number of responses of the class ``1xx``
+    for the body                      the slowest pace (:class:`Paced`); for an event, the longest silence
+    ================================  ==========================================================================
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         pool: Any = self._pool
         pool._network_backend = _PacedBackend(pool._network_backend)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        response = super().handle_request(request)
+        connection = response.extensions.get("network_stream")
+        if isinstance(connection, _PacedConnection):
+            connection.responds()
+        return response
 
 
 class _PacedBackend:
@@ -361,40 +408,74 @@ class _PacedBackend:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
 
-    def connect_tcp(self, *address: Any, **options: Any) -> _PacedConnection:
-        return _PacedConnection(self._backend.connect_tcp(*address, **options))
+    def connect_tcp(self, host: str, port: int, timeout: float, **options: Any) -> _PacedConnection:
+        until = time.monotonic() + timeout
+        found = _addresses(host, port, timeout)
+        while True:
+            address, left = found.pop(0), max(until - time.monotonic(), LEAST_SECONDS)
+            try:
+                return _PacedConnection(self._backend.connect_tcp(address, port, left / (len(found) + 1), **options))
+            except (httpcore.ConnectError, httpcore.ConnectTimeout):
+                if not found:
+                    raise
 
     def sleep(self, seconds: float) -> None:
         self._backend.sleep(seconds)
 
 
+class NameSilent(httpcore.ConnectTimeout):
+    """No address of the service's name came in time."""
+
+
+def _addresses(host: str, port: int, seconds: float) -> list[str]:
+    """The addresses of a host, each once, the families in turn: one of them may lead nowhere. Raises the errors of
+    httpcore; no library limits the time that the system looks a name up, so a thread waits for it."""
+    found: Future[list[Any]] = Future()
+
+    def look_up() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as error:
+            found.set_exception(error)
+
+    threading.Thread(target=look_up, name=f"addresses of {host}", daemon=True).start()
+    try:
+        addresses = [(family, str(address[0])) for family, _, _, _, address in found.result(seconds)]
+    except TimeoutError:
+        raise NameSilent(f"no address of {host} came within {seconds:g} s") from None
+    except (OSError, UnicodeError) as error:
+        raise httpcore.ConnectError(str(error)) from error
+    first = [one for family, one in addresses if family == addresses[0][0]]
+    others = [one for family, one in addresses if family != addresses[0][0]]
+    return [one for pair in zip_longest(dict.fromkeys(first), dict.fromkeys(others)) for one in pair if one is not None]
+
+
 class _PacedConnection:
-    """A connection of httpcore: after each request, all up to the first blank line must come at a pace."""
+    """A connection of httpcore."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
-        self._pace: TransferPace | None = None
-        """None before the first read of a head."""
-        self._head: bytes | None = b""
-        """The last bytes of the head under way; None once it has ended."""
+        self._waits = False
+        """For the head of a response, since a part of its request was sent."""
+        self._until = 0.0
+        """When that must have come, of the monotonic clock; 0 before the first read."""
 
-    def write(self, content: bytes, timeout: float | None = None) -> None:
-        self._pace, self._head = None, b""
+    def write(self, content: bytes, timeout: float) -> None:
+        self._waits = True
         self._connection.write(content, timeout)
 
-    def read(self, most: int, timeout: float | None = None) -> bytes:
-        read = partial(self._connection.read, most, timeout)
-        if self._head is None or timeout is None:
-            return bytes(read())
-        self._pace = self._pace or TransferPace(timeout)
-        try:
-            came = next(self._pace.blocks(iter(read, b"")), b"")
-        except TooSlow as error:
-            raise httpx.ReadTimeout(str(error)) from None
-        self._head = (self._head + came)[-len(came) - 3 :]
-        if b"\r\n\r\n" in self._head or not came:
-            self._head = None
-        return came
+    def read(self, most: int, timeout: float) -> bytes:
+        if self._waits:
+            now = time.monotonic()
+            self._until = self._until or now + timeout
+            if now >= self._until:
+                raise httpx.ReadTimeout(f"no response came within {timeout:g} s")
+            timeout = self._until - now
+        return bytes(self._connection.read(most, timeout))
+
+    def responds(self) -> None:
+        """The head has come."""
+        self._waits, self._until = False, 0.0
 
     def start_tls(self, *context: Any, **options: Any) -> _PacedConnection:
         return _PacedConnection(self._connection.start_tls(*context, **options))
