@@ -417,3 +417,32 @@ def test_the_autoscaler_is_asked_for_the_nodes_of_all_workers(tmp_path: Path, mo
             until(lambda: not requested_nodes(), requested_nodes)
         finally:
             cluster.shutdown()
+
+
+REQUESTS = """
+import json, sys, time
+import ray
+from ray.experimental import internal_kv as kv
+from rookery.cluster import ray as ours
+
+ray.init(address=sys.argv[1], configure_logging=False, log_to_driver=False)
+other = ours.REQUESTS + b"other"
+
+def is_kept(repeat):
+    wanted = [({"CPU": 1.0}, {})]
+    kv._internal_kv_put(other, json.dumps({"time": 0.0, "repeat": repeat, "wanted": wanted}).encode(), overwrite=True)
+    ours.scale_to([])
+    return kv._internal_kv_get(other) is not None
+
+ours.FORGOTTEN_SECONDS = 0.2
+kept = [is_kept(0)]
+for repeat in (1, 2, 2):
+    time.sleep(0.4)
+    kept.append(is_kept(repeat))
+print(kept)
+"""
+
+
+def test_a_request_for_nodes_ends_where_it_is_not_repeated_by_any_clock(nodes: Any) -> None:
+    done = subprocess.run([sys.executable, "-c", REQUESTS, nodes.address], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1:] == ["[True, True, True, False]"], done.stdout + done.stderr

@@ -64,6 +64,18 @@ async def test_numbers_of_a_later_process_are_larger(room: Room) -> None:
     assert second.after(first.after(0, 1)[0].number, 10) == second.after(0, 10)
 
 
+async def test_a_number_of_a_process_whose_clock_was_ahead_hides_no_event(room: Room) -> None:
+    """As where a standby on another machine takes over."""
+    ready, clock = await one_worker(room), ManualClock()
+    clock.now += 7200
+    first = WorkerTimeline(clock)
+    first.add(ready)
+    clock.now -= 7200
+    second = WorkerTimeline(clock)
+    second.add(ready)
+    assert second.after(first.after(0, 1)[0].number, 10) == second.after(0, 10) != []
+
+
 async def test_a_line_of_a_worker_is_cut(room: Room) -> None:
     ready = await one_worker(room)
     timeline = WorkerTimeline(ManualClock())

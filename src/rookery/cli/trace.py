@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -20,10 +19,10 @@ def trace(
     last: Annotated[str | None, typer.Option(help="Only the time before now, such as 10m; else all.")] = None,
 ) -> None:
     """Write what workers, environments and the trainer did into a trace file that https://ui.perfetto.dev opens."""
-    start = None if last is None else max(0.0, time.time() - duration("--last", last))
+    seconds = None if last is None else duration("--last", last)
     with cli.client() as client:
         try:
-            written = (client if job is None else client.job(job)).trace(file, start)
+            written = (client if job is None else client.job(job)).trace(file, seconds=seconds)
         except OSError as error:
             raise UserError(f"{file}: cannot be written ({error.strerror}); give another file") from None
     size = written.stat().st_size

@@ -8,7 +8,6 @@ import os
 import re
 import stat
 import tarfile
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -264,10 +263,12 @@ class Client:
         ``spans`` with their kind, start, end, worker, job and policy."""
         return self._connection.call("GET", "/api/v1/timeline", params=times(start, end))
 
-    def trace(self, file: str | Path, start: float | None = None, end: float | None = None) -> Path:
-        """Writes the timeline as a trace, by default of all the time that is kept, which https://ui.perfetto.dev opens;
-        returns ``file``."""
-        return write_trace(self._connection, "/api/v1/timeline/trace", file, start, end)
+    def trace(
+        self, file: str | Path, start: float | None = None, end: float | None = None, seconds: float | None = None
+    ) -> Path:
+        """Writes the timeline as a trace, which https://ui.perfetto.dev opens; returns ``file``. Without ``start``, of
+        the last ``seconds`` before ``end`` or the service's present, or of all the time that is kept."""
+        return write_trace(self._connection, "/api/v1/timeline/trace", file, times(start, end, seconds))
 
     def pools(self) -> list[Record]:
         """The number of rollout workers of each base model, and the wanted one; for the administrator's key."""
@@ -385,7 +386,8 @@ class Client:
         for view in self.views():
             if view.name != name or view.state in ENDED or view.hosted is not False:
                 continue
-            began = view.state == "paused" or view.step or view.tokens or time.time() - view.created > START_SECONDS
+            age = self._connection.service_now() - view.created
+            began = view.state == "paused" or view.step or view.tokens or age > START_SECONDS
             host = view.spec.environment.hosted
             if began and offered.fullmatch(host) and host not in self._hosted:
                 return view

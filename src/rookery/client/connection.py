@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, suppress
+from email.utils import parsedate_to_datetime
 from itertools import zip_longest
 from typing import IO, Any, NoReturn
 from urllib.parse import quote, urlsplit
@@ -134,11 +135,13 @@ class HttpConnection:
         self.url = service_url(url, "the service's address (ROOKERY_URL)")
         self._key, self._ca_file, self._key_from, self._seconds = key, ca_file, key_from, seconds
         self.clock = clock or WaitingClock()
+        self._ahead: float | None = None
+        """By how much the service's clock is ahead of the monotonic one; None before the first response."""
         self._opened: dict[int, httpx.Client] = {}
         self._client()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}}
+        return {**self.__dict__, "_opened": {}, "_ahead": None}
 
     def __repr__(self) -> str:
         return f"HttpConnection({self.url!r})"
@@ -156,6 +159,7 @@ class HttpConnection:
         )
         try:
             made = httpx.Client(base_url=self.url, transport=way, headers=headers, trust_env=False)
+            made.event_hooks = {"response": [self._note_date]}
         except UnicodeEncodeError:
             raise errors.UserError(
                 "the API key has characters that no key has: letters, digits and dashes; copy it again (ROOKERY_KEY)"
@@ -163,6 +167,17 @@ class HttpConnection:
         except httpx.InvalidURL as error:
             raise errors.UserError(f"{self.url} cannot be used ({error}); check ROOKERY_URL") from None
         return self._opened.setdefault(os.getpid(), made)
+
+    def _note_date(self, response: httpx.Response) -> None:
+        with suppress(TypeError, ValueError, OverflowError):  # a proxy's answer may have another date, or none
+            date = parsedate_to_datetime(response.headers.get("Date", ""))
+            self._ahead = date.timestamp() - self.clock.monotonic()
+
+    def service_now(self) -> float:
+        """Unix seconds by the service's clock as its newest response gave them, at most a second behind; by this
+        machine's before the first. Compare no time of the service with another clock: this one may be wrong by
+        hours."""
+        return time.time() if self._ahead is None else self.clock.monotonic() + self._ahead
 
     def call(self, method: str, path: str, *, seconds: float | None = None, **request: Any) -> Any:
         """The response's JSON, with its objects as records; None for a response without content. ``seconds`` is the

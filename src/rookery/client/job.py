@@ -263,10 +263,12 @@ class Job:
         minutes; all other work is ``busy``."""
         return self._connection.call("GET", f"{self._path}/timeline", params=times(start, end))
 
-    def trace(self, file: str | Path, start: float | None = None, end: float | None = None) -> Path:
-        """Writes the timeline of the job as a trace, by default of all the time that is kept, which
-        https://ui.perfetto.dev opens; returns ``file``."""
-        return write_trace(self._connection, f"{self._path}/trace", file, start, end)
+    def trace(
+        self, file: str | Path, start: float | None = None, end: float | None = None, seconds: float | None = None
+    ) -> Path:
+        """Writes the timeline of the job as a trace, which https://ui.perfetto.dev opens; returns ``file``. Without
+        ``start``, of the last ``seconds`` before ``end`` or the service's present, or of all the time that is kept."""
+        return write_trace(self._connection, f"{self._path}/trace", file, times(start, end, seconds))
 
     def health(self) -> Record:
         """``alarms`` about the job (name, problem, remedy), and ``advice`` where nothing is wrong."""
@@ -372,16 +374,15 @@ class AdapterFolder:
         return target
 
 
-def times(start: float | None, end: float | None) -> dict[str, float]:
+def times(start: float | None, end: float | None, seconds: float | None = None) -> dict[str, float]:
     """The given times as the parameters of a request."""
-    return {name: value for name, value in (("start", start), ("end", end)) if value is not None}
+    given = (("start", start), ("end", end), ("seconds", seconds))
+    return {name: value for name, value in given if value is not None}
 
 
-def write_trace(
-    connection: HttpConnection, path: str, file: str | Path, start: float | None, end: float | None
-) -> Path:
-    """Write the trace at ``path`` of the service to ``file``."""
-    target, query = named_path(file), httpx.QueryParams(times(start, end))
+def write_trace(connection: HttpConnection, path: str, file: str | Path, given: dict[str, float]) -> Path:
+    """Write the trace at ``path`` of the service to ``file``, of the ``given`` :func:`times`."""
+    target, query = named_path(file), httpx.QueryParams(given)
     with temporary_file() as content:
         connection.download(f"{path}?{query}", content)
         content.seek(0)

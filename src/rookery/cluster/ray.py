@@ -30,6 +30,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -66,7 +67,8 @@ returns within a minute."""
 SCALE_SECONDS = 20.0
 """Interval at which a request to Ray's autoscaler is repeated, and learns of those of other base models."""
 FORGOTTEN_SECONDS = 3 * SCALE_SECONDS
-"""A request that was not repeated for so long is of a process that was killed."""
+"""A request that was not repeated for so long is of a process that was killed. Each process watches the others' by the
+monotonic clock: clocks of machines need not agree."""
 PLACED = ("CREATED", "RESCHEDULING")
 """States of a placement group that has its nodes; in the second, some that it had are lost."""
 START_SECONDS = 60.0
@@ -491,6 +493,10 @@ def workers(
     )  # fmt: skip
 
 
+_watched: dict[bytes, tuple[bytes, float]] = {}
+"""The requests in Ray's store as this process read them last, and since when each is the same."""
+
+
 def scale_to(wanted: Sequence[tuple[dict[str, float], dict[str, str]]]) -> None:
     """Ask Ray's autoscaler for nodes that fit each of ``wanted`` (resources, and labels of the node), besides what the
     processes of other base models ask for. An empty list ends this process's request. Without an autoscaler it has no
@@ -499,17 +505,25 @@ def scale_to(wanted: Sequence[tuple[dict[str, float], dict[str, str]]]) -> None:
     from ray.autoscaler.sdk import request_resources
     from ray.experimental import internal_kv as kv
 
-    key, now = REQUESTS + ray.get_runtime_context().get_job_id().encode(), time.time()
+    key, now = REQUESTS + ray.get_runtime_context().get_job_id().encode(), time.monotonic()
     if wanted:
-        kv._internal_kv_put(key, json.dumps({"time": now, "wanted": wanted}).encode(), overwrite=True)
+        ours = json.dumps({"repeat": secrets.token_hex(8), "wanted": wanted})
+        kv._internal_kv_put(key, ours.encode(), overwrite=True)
     else:
         kv._internal_kv_del(key)
-    bundles, selectors = [], []
-    for other in sorted(kv._internal_kv_list(REQUESTS)):
-        request = json.loads(kv._internal_kv_get(other) or b"{}")
-        if now - request.get("time", 0.0) > FORGOTTEN_SECONDS:
+    bundles, selectors, requests = [], [], kv._internal_kv_list(REQUESTS)
+    for ended in _watched.keys() - {*requests}:
+        del _watched[ended]
+    for other in sorted(requests):
+        content = kv._internal_kv_get(other) or b'{"wanted": []}'
+        last, since = _watched.get(other, (b"", now))
+        since = since if last == content else now
+        _watched[other] = content, since
+        if now - since > FORGOTTEN_SECONDS:
             kv._internal_kv_del(other)
+            del _watched[other]
             continue
+        request = json.loads(content)
         bundles += [resources for resources, _ in request["wanted"]]
         selectors += [labels for _, labels in request["wanted"]]
     request_resources(bundles=bundles, bundle_label_selectors=selectors)

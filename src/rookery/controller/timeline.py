@@ -53,7 +53,9 @@ class WorkerTimeline:
         self._kinds[event.kind].append(TimelineRow(number=self._next, **row))
 
     def after(self, number: int, count: int) -> list[WorkerEventView]:
-        """At most ``count`` events with larger numbers, oldest first."""
+        """At most ``count`` events with larger numbers, oldest first. A number that is still to come is from an earlier
+        process, whose clock was ahead of this one's: all events are newer."""
+        number = number if number <= self._next else 0
         newer = []
         for rows in self._kinds.values():
             found = list(takewhile(lambda row: row.number > number, reversed(rows)))

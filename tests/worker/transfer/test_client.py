@@ -775,6 +775,21 @@ async def test_artifacts_are_evicted_after_the_clock_was_set_back(disk_full: boo
     assert await cache.evict(disk_full=disk_full) == (["b", "a", "d"] if disk_full else ["b"])
 
 
+@pytest.mark.parametrize("ahead", [-7200.0, 7200.0])
+async def test_artifacts_are_as_old_as_the_clock_of_their_file_system_shows(
+    ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared folder has the times of its server."""
+    root, present = tmp_path / "adapters", time.time
+    cache = AdapterCache(root, 0)
+    for name, ago in {"recent": 5.0, "older": 3600.0}.items():
+        (root / name).mkdir()
+        (root / name / "adapter_model.safetensors").write_bytes(bytes(1000))
+        os.utime(root / name, (present() - ago, present() - ago))
+    monkeypatch.setattr(time, "time", lambda: present() + ahead)
+    assert await cache.evict(disk_full=True) == ["older"]
+
+
 async def test_an_artifact_that_arrives_slowly_is_not_evicted(service: Dialled, tmp_path: Path) -> None:
     ref = service.ref(service.store(FILES), 1)
     one, other = transfers(service, tmp_path), AdapterCache(tmp_path / "adapters", 0)

@@ -23,15 +23,20 @@ LATEST = 1e11
 
 Time = Annotated[float | None, Query(ge=0, le=LATEST, allow_inf_nan=False, description="Unix seconds")]
 Seconds = Annotated[float, Query(gt=0, le=1e9, allow_inf_nan=False, description="Length of the time without a start")]
+TraceSeconds = Annotated[
+    float | None,
+    Query(gt=0, le=LATEST, allow_inf_nan=False, description="Length of the time without a start; null is all of it"),
+]
 Columns = Annotated[int, Query(ge=10, le=10_000, description="Width of the picture: shorter gaps than a column close")]
 
 
 def _times(
-    service: ServiceContext, start: float | None, end: float | None, seconds: float = USUAL_SECONDS
+    service: ServiceContext, start: float | None, end: float | None, seconds: float | None
 ) -> tuple[float, float]:
-    """The time that a request asks for. Raises :class:`UserError`."""
+    """The time that a request asks for: without a start, the last ``seconds`` before its end, or all. Raises
+    :class:`UserError`."""
     until = service.context.clock.time() if end is None else end
-    since = max(0.0, until - seconds) if start is None else start
+    since = (0.0 if seconds is None else max(0.0, until - seconds)) if start is None else start
     if since >= until:
         raise UserError(f"start: given {since:.3f}, expected less than end ({until:.3f})")
     return since, until
@@ -54,12 +59,13 @@ async def timeline(
 
 
 @routes.get("/timeline/trace", response_model=TraceView, dependencies=[room_for()])
-async def trace(service: Service, owner: Owner, start: Time = 0, end: Time = None) -> Response:
+async def trace(
+    service: Service, owner: Owner, start: Time = None, end: Time = None, seconds: TraceSeconds = None
+) -> Response:
     """The same of all the time that is kept, as a trace in Chrome's JSON format, which
     https://ui.perfetto.dev opens."""
-    return _file(
-        await service.controller.queries.activity.trace(_reader(owner), *_times(service, start, end)), "rookery"
-    )
+    activity = service.controller.queries.activity
+    return _file(await activity.trace(_reader(owner), *_times(service, start, end, seconds)), "rookery")
 
 
 @routes.get("/jobs/{job}/timeline", response_model=TimelineView)
@@ -73,10 +79,12 @@ async def job_timeline(
 
 
 @routes.get("/jobs/{job}/trace", response_model=TraceView, dependencies=[room_for()])
-async def job_trace(service: Service, job: OfJob, start: Time = 0, end: Time = None) -> Response:
+async def job_trace(
+    service: Service, job: OfJob, start: Time = None, end: Time = None, seconds: TraceSeconds = None
+) -> Response:
     """The trace of one job; all other work is ``busy``."""
     activity = service.controller.queries.activity
-    return _file(await activity.trace(Reader(job.tenant, (job.id,)), *_times(service, start, end)), job.id)
+    return _file(await activity.trace(Reader(job.tenant, (job.id,)), *_times(service, start, end, seconds)), job.id)
 
 
 def _json(content: bytes) -> Response:

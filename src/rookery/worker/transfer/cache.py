@@ -22,7 +22,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import time
 import uuid
 import weakref
 from collections import Counter
@@ -227,7 +226,7 @@ class AdapterCache:
         set back: they count as the oldest. Returns their hashes."""
         folders = await asyncio.to_thread(_sizes, self._root)
         total = sum(size for _, size, _ in folders)
-        capacity, now = 0 if disk_full else self._capacity_bytes, time.time()
+        capacity, now = 0 if disk_full else self._capacity_bytes, await asyncio.to_thread(_present, self._root)
         retained = self._retained | await asyncio.to_thread(_retained, self._root)
         deletions: dict[str, asyncio.Future[None]] = {}
 
@@ -441,6 +440,12 @@ def _retained(root: Path) -> frozenset[str]:
 
 def _artifacts(root: Path) -> Iterator[Path]:
     return (folder for folder in root.iterdir() if not folder.name.startswith("."))
+
+
+def _present(root: Path) -> float:
+    """The time by the clock that the file system gives its files, which may be another machine's."""
+    os.utime(root)
+    return root.stat().st_mtime
 
 
 def _sizes(root: Path) -> list[tuple[Path, int, float]]:
