@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import weakref
 from collections import Counter
 from typing import Any, get_type_hints
@@ -12,9 +13,10 @@ import msgspec
 import pytest
 from pydantic import TypeAdapter
 from sqlalchemy import update
-from tests.support.peers import MODEL, Service, eventually, job_of, settle
+from tests.support.peers import MODEL, PATIENCE, Service, eventually, job_of, settle
 
 from rookery import protocol
+from rookery.controller import queries
 from rookery.controller.views import HeartbeatView, View, WorkerView
 from rookery.errors import NotFound
 from rookery.storage.columns import add
@@ -138,3 +140,38 @@ def test_fields_that_are_copied_have_the_message_s_types(view: type[View], messa
     for name in view.model_fields.keys() & hints.keys() - counted:
         field = view.model_fields[name].annotation
         assert TypeAdapter(field).json_schema()["type"] == TypeAdapter(hints[name]).json_schema()["type"], name
+
+
+async def test_requests_for_base_models_share_a_look_at_their_files_and_wait_for_none(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that is slow, as on a busy machine, delays only a request that nothing recent answers."""
+    real, looks, slow = queries.status, Counter[str](), threading.Event()
+
+    def look(*given: Any) -> Any:
+        looks[given[1]] += 1
+        slow.wait(PATIENCE)
+        return real(*given)
+
+    async def names() -> list[str]:
+        return [row.name for row in await service.controller.queries.models()]
+
+    monkeypatch.setattr(queries, "status", look)
+    first = [asyncio.create_task(names()) for _ in range(5)]
+    await eventually(lambda: bool(looks))
+    slow.set()
+    known = await first[0]
+    assert MODEL in known and await asyncio.gather(*first) == [known] * 5 and set(looks.values()) == {1}
+    slow.clear()
+    await service.clock.advance(2 * queries.MODEL_SECONDS)
+    async with asyncio.timeout(10):
+        assert [await names() for _ in range(3)] == [known] * 3
+    slow.set()
+    await eventually(lambda: set(looks.values()) == {2})
+    slow.clear()
+    await service.clock.advance(2 * queries.LATE_MODEL_SECONDS)
+    late = asyncio.create_task(names())
+    await settle()
+    assert not late.done()
+    slow.set()
+    assert await late == known and set(looks.values()) == {3}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
@@ -75,6 +76,10 @@ HEALTH_STEPS = 50
 MODEL_SECONDS = 1.0
 """Between two looks at the files of base models: each asks the disk some fifty times."""
 
+LATE_MODEL_SECONDS = 10.0
+"""A list of base models shows the last look, if it is not older than this, while the next one is under way: a busy
+machine takes a tenth of a second for it."""
+
 EVENTS_SHOWN = 1000
 """Largest number of events in one reply."""
 
@@ -88,6 +93,8 @@ class JobQueries:
         self._store = context.store
         self._jobs = jobs
         self._models: tuple[float, dict[str, Status]] = (0.0, {})
+        self._look: asyncio.Task[None] | None = None
+        """The one at the files of base models that is under way."""
         """When the states of base models were read, and what they were."""
         rooms, threads = context.rooms, context.threads
         self.episodes = EpisodeQueries(context.store, context.chat, threads.encoders, context.settings.cache)
@@ -399,13 +406,24 @@ class JobQueries:
         return rows
 
     async def _model_states(self, names: set[str]) -> dict[str, Status]:
-        """By name, in order of the names; read from files, at most every :data:`MODEL_SECONDS`."""
-        since, found = self._models
-        if found.keys() != names or self._context.clock.monotonic() - since > MODEL_SECONDS:
-            cache = self._context.settings.cache
+        """By name, in order of the names, read from files. Requests that come together share one look."""
+        while True:
+            since, found = self._models
+            age = self._context.clock.monotonic() - since if found.keys() == names else math.inf
+            if age > MODEL_SECONDS and self._look is None:
+                self._look = asyncio.create_task(self._look_at_models(names))
+            if age <= LATE_MODEL_SECONDS:
+                return found
+            assert self._look is not None
+            await asyncio.shield(self._look)
+
+    async def _look_at_models(self, names: set[str]) -> None:
+        cache = self._context.settings.cache
+        try:
             found = await in_thread(lambda: {name: status(cache, name) for name in sorted(names)})
             self._models = self._context.clock.monotonic(), found
-        return found
+        finally:
+            self._look = None
 
     def workers(self) -> Sequence[WorkerView]:
         """Every connected worker, with its last heartbeat."""
