@@ -58,6 +58,10 @@ log = logging.getLogger("rookery.environments")
 MAX_PROTOTYPES = 256
 """Environments kept built, one per (name, options) in use; the one unused longest is built again when needed."""
 
+UNUSED_SECONDS = 600.0
+"""A built-in environment that nothing used for so long is dropped: its job has ended, and its rows may be many. One of
+a user's is kept: to build it may take minutes."""
+
 PING_SECONDS, PING_TIMEOUT = 5.0, 10.0
 """A silent service is noticed within their sum, well within jobs' return_timeout."""
 
@@ -109,6 +113,9 @@ class Host:
         self._offers = dict(environments)
         self._instance = instance or f"host-{uuid.uuid4().hex}"
         self._prototypes: dict[tuple[str, bytes], asyncio.Task[_Prototype]] = {}
+        """The one used most recently last."""
+        self._used: dict[tuple[str, bytes], float] = {}
+        """When each was used last."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._channel: Channel[protocol.ToHost] | None = None
         self._calls = UserCodeExecutor()
@@ -255,9 +262,15 @@ class Host:
         task = self._prototypes.pop(key, None)
         if task is None or (task.done() and task.exception() is not None):
             task = asyncio.create_task(self._build(name, options))
-        self._prototypes[key] = task  # last in the order: used most recently
-        while len(self._prototypes) > MAX_PROTOTYPES:
-            del self._prototypes[next(iter(self._prototypes))]
+        self._prototypes[key] = task
+        now = self._used[key] = asyncio.get_running_loop().time()
+        unused = {
+            one
+            for one, used in self._used.items()
+            if now - used > UNUSED_SECONDS and isinstance(self._offers.get(one[0]), Builtin)
+        }
+        for dropped in unused.union(list(self._prototypes)[:-MAX_PROTOTYPES]):
+            del self._prototypes[dropped], self._used[dropped]
         return await asyncio.shield(task)
 
     async def _environment(self, name: str, options: dict[str, Any]) -> Environment:
