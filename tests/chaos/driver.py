@@ -229,10 +229,14 @@ class Deployment:
             for name in joined:
                 self._restart(name)
         else:
-            process = self.joined.pop(victim)
-            process.kill()
-            process.wait()
+            self.leave(victim)
             self._restart(victim)
+
+    def leave(self, name: str) -> None:
+        """``kill -9`` of a worker that joined; nobody starts it again."""
+        process = self.joined.pop(name)
+        process.kill()
+        process.wait()
 
     def _restart(self, name: str) -> None:
         if name == "host":
