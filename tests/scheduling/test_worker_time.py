@@ -15,8 +15,8 @@ from tests.support.draws import examples
 
 from rookery.scheduling.fair_slices import ServedItems, fair_items, most_rows, next_row, short_of_rows
 from rookery.scheduling.queues import FairQueue, TokenCounters
-from rookery.scheduling.worker_time import WorkerTime
-from rookery.worker.compute import TimeSlice, divide_slices, next_slice, within_slice
+from rookery.scheduling.worker_time import TimeSlice, WorkerTime, divide_slices, next_slice
+from rookery.worker.compute import within_slice
 
 ROWS = 64
 SLICE = 0.1
@@ -113,6 +113,31 @@ def test_a_small_job_waits_for_no_debt_of_engine_or_trainer(decode: int, train: 
     alone = Worker(decode, train, 8, fair=True, large=False).rate()
     before, after = (Worker(decode, train, 8, fair=True, long=8, debts=debts).rate() / alone for debts in (True, False))
     assert after > 1.05 * before
+
+
+def test_engine_and_trainer_share_time_equally() -> None:
+    decode, train = TimeSlice(Part(), lambda: True), TimeSlice(Part(), lambda: training)
+
+    def spend(turns: int) -> None:
+        for _ in range(turns):
+            turn = next_slice([decode, train])
+            assert turn is not None
+            spent = 0.1 if turn is decode else 1.0
+            turn.clock += spent
+            turn.seconds += spent
+
+    training = False
+    spend(100)
+    assert (round(decode.seconds), train.seconds) == (10, 0)
+    training = True  # idle time gives no credit
+    spend(110)
+    assert abs(decode.seconds - 10 - train.seconds) <= 1.0
+    training = False
+    spend(1000)
+    training = True  # nor a debt
+    before = train.seconds
+    spend(110)
+    assert abs(train.seconds - before - 10) <= 1.0
 
 
 @given(st.lists(st.sampled_from(["", "e", "t", "et"]), min_size=1, max_size=6), st.floats(0.1, 10.0))

@@ -25,7 +25,7 @@ from tests.support.tiny import COMPUTED
 from rookery import protocol
 from rookery.errors import EXIT_REFUSED, UserError
 from rookery.worker import teams
-from rookery.worker.compute import IDLE, TimeSlice, next_slice
+from rookery.worker.compute import IDLE
 from rookery.worker.connection import progress
 from rookery.worker.engine.native import kernels
 from rookery.worker.memory import TooSmall
@@ -37,13 +37,6 @@ PROMPT = [40, 41, 42, 43, 44, 45]
 LONG = 400
 """Tokens of a request that still runs when the test acts: a small model samples some hundred per second."""
 
-
-class _Nothing:
-    def step(self) -> bool:
-        return True
-
-
-NOTHING = _Nothing()
 
 Start = Callable[..., ForkedProcess]
 
@@ -1052,31 +1045,6 @@ def test_stuck_first_slice_shows_as_work_without_progress(service: Dialled, star
 
     service.until(lambda: len(busy()) >= 10 and all(busy()[-5:]))  # to the end, not while its adapter came
     assert {beat.progress for beat in link.of(protocol.Heartbeat)[-5:]} == {link.of(protocol.Heartbeat)[-1].progress}
-
-
-def test_engine_and_trainer_share_time_equally() -> None:
-    decode, train = TimeSlice(NOTHING, lambda: True), TimeSlice(NOTHING, lambda: training)
-
-    def spend(turns: int) -> None:
-        for _ in range(turns):
-            turn = next_slice([decode, train])
-            assert turn is not None
-            spent = 0.1 if turn is decode else 1.0
-            turn.clock += spent
-            turn.seconds += spent
-
-    training = False
-    spend(100)
-    assert (round(decode.seconds), train.seconds) == (10, 0)
-    training = True  # idle time gives no credit
-    spend(110)
-    assert abs(decode.seconds - 10 - train.seconds) <= 1.0
-    training = False
-    spend(1000)
-    training = True  # nor a debt
-    before = train.seconds
-    spend(110)
-    assert abs(train.seconds - before - 10) <= 1.0
 
 
 SLOW_LAYERS = """

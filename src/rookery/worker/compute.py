@@ -38,12 +38,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -51,7 +51,7 @@ import torch
 from rookery import protocol
 from rookery.errors import count_of
 from rookery.scheduling.pipelines import NO_WORK, TAKING_TURNS, LaneChoice
-from rookery.scheduling.worker_time import WorkerTime
+from rookery.scheduling.worker_time import TimeSlice, divide_slices, next_slice
 from rookery.settings import Settings
 from rookery.worker import teams
 from rookery.worker.core import NO_TRAINING, WorkerCore, load_core
@@ -94,45 +94,6 @@ class ComputeStatus:
     """As far as this thread knows it."""
     adapters: frozenset[str] = frozenset()
     """Hashes of the adapters in memory."""
-
-
-class Steppable(Protocol):
-    """The engine or the trainer."""
-
-    def step(self) -> bool:
-        """Run one bounded slice; False if there was nothing to do."""
-        ...
-
-
-FORGIVEN, MOST_FORGIVEN = 0.5, 10.0
-"""Of a second of engine or trainer, so much of the other's debt to it may be forgiven, and so many seconds at once.
-With a half, simulated small jobs next to long training slices gain 7 to 14%, and no part has less than 0.94 of its
-share."""
-
-
-class TimeSlice:
-    """Time used by the engine or the trainer. ``clock`` orders the two: seconds divided by their shares, where equal
-    ones are 1. ``seconds`` is reported, ``present`` is of the present slice."""
-
-    def __init__(self, steppable: Steppable, busy: Callable[[], bool]) -> None:
-        self.steppable = steppable
-        self.busy = busy
-        self.clock = 0.0
-        self.share = 1.0
-        self.seconds = self.present = 0.0
-        self.idle = True
-        self.forgivable = 0.0
-        """Of the other one's debt to this one; grows with ``clock``."""
-        self.charged = 0.0
-        """Until then its time is charged."""
-        self.began: float | None = None
-        """When the present slice, or its present layer, began; None between two."""
-        self.full = True
-        """Whether the present slice has had all cores, or all of its lane's, so far."""
-
-    def charge(self, seconds: float) -> None:
-        self.clock += seconds / self.share
-        self.forgivable = min(self.forgivable + FORGIVEN * seconds / self.share, MOST_FORGIVEN)
 
 
 @dataclass
@@ -708,28 +669,3 @@ def within_slice(calls: list[Call]) -> tuple[list[Call], list[Call]]:
     first = next((at for at, (*_, touches) in enumerate(calls) if touches == "states"), len(calls))
     able = [touches == "engine" or at < first for at, (*_, touches) in enumerate(calls)]
     return list(compress(calls, able)), list(compress(calls, (not one for one in able)))
-
-
-def divide_slices(slices: list[TimeSlice], time: WorkerTime, engine: Collection[str], trainer: Collection[str]) -> None:
-    """The shares of engine and trainer, for the tenants that have work in each. The debt that one of them has to the
-    other is forgiven where a tenant comes to have work in it only, as far as ``forgivable`` allows: neither starves."""
-    shares = time.divide(engine, trainer)
-    for part, other, share, arrived in zip(slices, reversed(slices), shares, time.arrived, strict=True):
-        part.share = len(slices) * share
-        if arrived and (forgiven := min(part.clock - other.clock, other.forgivable)) > 0:
-            part.clock, other.forgivable = part.clock - forgiven, other.forgivable - forgiven
-
-
-def next_slice(slices: list[TimeSlice], allows_training: Callable[[], bool] = lambda: True) -> TimeSlice | None:
-    """The busy one of engine and trainer that has used the least of its share; None if none is busy. One that was idle
-    starts level with those that worked. The trainer's turn is the engine's while ``allows_training`` is False: the
-    trainer stays the next."""
-    busy = [s for s in slices if s.busy()]
-    level = min((s.clock for s in busy if not s.idle), default=0.0)
-    for s in slices:
-        if s in busy and s.idle:
-            s.clock = level
-        s.idle = s not in busy
-    chosen = min(busy, key=lambda s: s.clock, default=None)
-    engine, trainer = slices
-    return engine if chosen is trainer and engine in busy and not allows_training() else chosen
