@@ -35,7 +35,7 @@ from rookery.controller.service_time import (
     ServiceTime,
 )
 from rookery.controller.services import Threads
-from rookery.controller.validation import JobValidator
+from rookery.controller.uploads import Uploads
 from rookery.errors import TooManyRequests, UserError
 from rookery.settings import Settings
 from rookery.simulation.clock import run as run_virtually
@@ -324,10 +324,9 @@ async def test_the_next_check_is_charged_the_mean_of_earlier_ones_in_advance(tmp
 
     uploading = lambda tenant: nullcontext(lambda size: None)  # noqa: E731
     quotas = cast(Any, SimpleNamespace(check_time=times, check_stored=allowed, uploading=uploading))
-    unused = cast(Any, None)
-    validator = JobValidator(services, unused, unused, quotas, unused, unused, Counter())
+    uploads = Uploads(services, quotas, cast(Any, None))
     with pytest.raises(UserError):
-        await validator.add_dataset("a", chunks(), count)
+        await uploads.add_dataset("a", chunks(), count)
     assert 0.25 <= times.seconds["a"] < 0.5
     before = times.debt("a")
     assert before == pytest.approx(times.seconds["a"]), "charged once"

@@ -29,8 +29,8 @@ from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.services import Services
+from rookery.controller.targets import Target, Targets, may_name
 from rookery.controller.usage import ModelUse
-from rookery.controller.validation import JobValidator, Target, may_name
 from rookery.controller.views import Completion
 from rookery.environments.models import ModelQuestion
 from rookery.errors import RookeryError, Unavailable, UserError, short
@@ -60,7 +60,7 @@ class Completions:
         rollouts: RolloutScheduler,
         models: ModelUse,
         quotas: Quotas,
-        validator: JobValidator,
+        targets: Targets,
         keeping: Callable[[protocol.AdapterRef | None], AbstractAsyncContextManager[object]],
         answer_tokens: int = ANSWER_TOKENS,
     ) -> None:
@@ -70,7 +70,7 @@ class Completions:
         self._rollouts = rollouts
         self._models = models
         self._quotas = quotas
-        self._validator = validator
+        self._targets = targets
         self._keeping = keeping
         self._answer_tokens = answer_tokens
         self._overrides = parse_objectives(services.settings.engine.slo_overrides)
@@ -83,7 +83,7 @@ class Completions:
 
     async def find(self, tenant: str, target: str) -> Target:
         """The target of that name. Raises as :meth:`open` does."""
-        return await self._validator.target(tenant, target)
+        return await self._targets.find(tenant, target)
 
     def prepare(
         self,

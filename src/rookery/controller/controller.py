@@ -61,10 +61,12 @@ from rookery.controller.rollout.scheduler import TokensReceived
 from rookery.controller.services import Records, Services
 from rookery.controller.sessions.sessions import Sessions
 from rookery.controller.stored_spans import StoredSpans
+from rookery.controller.targets import Targets
 from rookery.controller.timeline import WorkerTimeline
 from rookery.controller.training.dispatcher import OperationSent, OperationSucceeded, TrainingDispatcher
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.training.slots import TrainerSlots
+from rookery.controller.uploads import Uploads
 from rookery.controller.usage import ModelUse, UsageMeter
 from rookery.controller.validation import JobValidator, with_defaults
 from rookery.controller.views import BY_OWNER, JobState, JobView
@@ -160,15 +162,17 @@ class Controller:
             store, self.records.spans, clock, services.threads, settings.server.timeline_bytes, fleet.open_spans
         )
         self.queries = JobQueries(self.context, self.jobs, self.admission, self._stored_spans)
+        targets = Targets(self.context, fleet, self.records.refused)
+        uploads = Uploads(self.context, quotas, collector)
+        self.add_dataset, self.add_adapter = uploads.add_dataset, uploads.add_adapter
         self._validator = JobValidator(
-            self.context, fleet, rooms.hosts, quotas, collector, check_environment, self.records.refused
+            self.context, targets, uploads, rooms.hosts, quotas, check_environment, self.records.refused
         )
-        self.add_dataset, self.add_adapter = self._validator.add_dataset, self._validator.add_adapter
         self.completions = Completions(
-            services, fleet, rollouts, rooms.models, quotas, self._validator, self._keeping, options.answer_tokens
+            services, fleet, rollouts, rooms.models, quotas, targets, self._keeping, options.answer_tokens
         )
         self._slots = TrainerSlots(fleet, settings, clock, quotas.tenant_shares, options.session_rules.slot_wait)
-        self.sessions = Sessions(self.context, self._validator, self._slots, options.session_rules)
+        self.sessions = Sessions(self.context, targets, self._slots, options.session_rules)
         self._deletions = Deletions(store, clock, quotas, collector, self.sessions, self)
         self.plan: PlanFollower | None = None
         if plan is not None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from rookery import protocol
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.rollout.request import GenerationFailed, SamplingResult
-from rookery.controller.validation import Target
+from rookery.controller.targets import Target
 from rookery.errors import UserError
 from rookery.tokenization.chat import Chat, Message, PromptTooLong, check_letters
 from rookery.tokenization.detokenizer import StreamingText

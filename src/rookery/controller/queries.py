@@ -30,8 +30,8 @@ from rookery.controller.jobs.registry import JobRegistry
 from rookery.controller.jobs.runner import COUNTED
 from rookery.controller.quotas import REFUSED
 from rookery.controller.stored_spans import StoredSpans
+from rookery.controller.targets import find_policy, find_version, may_name
 from rookery.controller.usage import cost_view
-from rookery.controller.validation import find_policy, find_version, may_name
 from rookery.controller.views import (
     BY_OWNER,
     AlarmView,

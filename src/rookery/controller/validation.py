@@ -1,4 +1,4 @@
-"""Validation of job specs, uploads and the names of sampling targets against the service's state.
+"""Validation of job specs against the service's state.
 
 Nothing is created for a rejected job; the error names the field, the given value and the allowed ones. Another tenant's
 objects answer "not found".
@@ -6,21 +6,17 @@ objects answer "not found".
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rookery import protocol
 from rookery.controller.episode_views import PromptView
 from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentHosts, EnvironmentRef
-from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.job_sinks import missing_secrets, sink_problems
-from rookery.controller.quotas import ROWS, Quotas, as_jsonl, counted, job_problems, row_problems
+from rookery.controller.quotas import ROWS, Quotas, as_jsonl, job_problems, row_problems
 from rookery.controller.services import Services
 from rookery.controller.spec_warnings import (
     form_problems,
@@ -30,10 +26,9 @@ from rookery.controller.spec_warnings import (
     split_problems,
     split_warnings,
 )
-from rookery.controller.views import NUMBER, BestConstantView
-from rookery.controller.weights.checkpoints import SCHEME, find_checkpoint
-from rookery.controller.weights.gc import ArtifactCollector
-from rookery.controller.weights.store import adapter_ref
+from rookery.controller.targets import Targets, find_version
+from rookery.controller.uploads import DATASET, Uploads
+from rookery.controller.views import BestConstantView
 from rookery.environments.base import SplitSizes
 from rookery.environments.builtins import find
 from rookery.environments.demonstrations import Demonstration, Preference, demonstration, preference
@@ -41,41 +36,23 @@ from rookery.environments.judges import parse_judges
 from rookery.environments.messages import readable
 from rookery.environments.verifiers.graders import named_models
 from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, count_of, short
-from rookery.settings import Settings
 from rookery.spec import values
-from rookery.spec.fine_tuned import CHECKPOINT_OF, is_name_of
-from rookery.spec.job import FILE_ENVIRONMENTS, EnvironmentSpec, JobSpec, stored_base_model, without_weights
+from rookery.spec.job import FILE_ENVIRONMENTS, EnvironmentSpec, JobSpec, stored_base_model
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.spec.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftLora, read_config, read_lora
 from rookery.spec.policy import TARGETS
-from rookery.storage.artifacts import Staging
-from rookery.storage.models import PolicyRow, UploadKind, VersionRow
-from rookery.storage.repositories import jobs, tenants, versions
-from rookery.storage.store import Store
+from rookery.storage.models import PolicyRow
+from rookery.storage.repositories import jobs, tenants
 from rookery.tokenization.chat import Chat, Message, PromptTooLong, tokenized
 from rookery.tokenization.demonstrations import rendered
 from rookery.tokenization.registry import (
-    CATALOGUE,
-    is_hub_id,
     is_other_base,
     model_folder,
     projections,
-    resolve,
     status,
-    usable,
 )
-from rookery.turns import measured
 
 T = TypeVar("T")
-
-DATASET = "rows.jsonl"
-"""The only file of a stored dataset."""
-
-ARCHIVE = "upload.tar"
-"""An uploaded adapter, until its files are stored."""
-
-Unpack = Callable[[Path], AbstractContextManager[Mapping[str, Iterable[bytes]]]]
-"""Opens an archive: its files by name, in pieces."""
 
 PREVIEWED = 3
 """Prompts that a dry run shows."""
@@ -84,23 +61,14 @@ TRAINING_PROMPTS = 1_000
 """Training prompts on which a dry run looks for the best constant reply."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """A base model, or one version of a policy on it. ``name`` identifies it uniquely."""
-
-    name: str
-    model: str
-    adapter: protocol.AdapterRef | None
-
-
 class JobValidator:
     def __init__(
         self,
         services: Services,
-        fleet: Fleet,
+        targets: Targets,
+        uploads: Uploads,
         hosts: EnvironmentHosts,
         quotas: Quotas,
-        collector: ArtifactCollector,
         check_environment: Callable[[str, dict[str, Any]], SplitSizes | None],
         refused: Counter[str],
     ) -> None:
@@ -108,10 +76,10 @@ class JobValidator:
         cannot be made with such options, and returns the sizes of its splits where they are known; ``refused`` counts
         refusals by the limit that caused them."""
         self._services = services
-        self._fleet = fleet
+        self._targets = targets
+        self._uploads = uploads
         self._hosts = hosts
         self._quotas = quotas
-        self._collector = collector
         self._check_environment = check_environment
         self._refused = refused
 
@@ -128,7 +96,7 @@ class JobValidator:
         models = {name: name for name in (spec.base_model, *spec.base_models)}
         for name in models:
             try:
-                models[name] = await self.model(tenant, name)
+                models[name] = await self._targets.model(tenant, name)
             except UserError as error:
                 users = [policy for policy, about in spec.policies.items() if about.base_model == name]
                 given = [""] if name == spec.base_model else [f"policies.{policy}." for policy in users]
@@ -171,13 +139,13 @@ class JobValidator:
         problems += job_problems(spec, services.settings.limits, self._refused)
         problems += await services.threads(row_problems, spec, services.settings.limits)
         if spec.sinks:
-            problems += await self._checked(tenant, sink_problems, spec, services.settings)
+            problems += await self._uploads.checked(tenant, sink_problems, spec, services.settings)
             problems += await missing_secrets(services.store, tenant, spec)
         sizes = None
         try:
             options = await self.options(tenant, spec)
             if spec.environment.id is not None:
-                sizes = await self._checked(tenant, self._check_environment, spec.environment.id, options)
+                sizes = await self._uploads.checked(tenant, self._check_environment, spec.environment.id, options)
             problems += split_problems(spec, sizes)
             spec = _with_steps(spec, sizes, problems)
             if sizes is not None and not problems:
@@ -208,9 +176,9 @@ class JobValidator:
             if model in judges:
                 continue
             try:
-                await self.target(tenant, model)
+                await self._targets.find(tenant, model)
             except Unavailable as error:
-                if await self.model(tenant, model) not in served:
+                if await self._targets.model(tenant, model) not in served:
                     problems.append(f"environment.verifier.grader.model: {error}")
             except UserError as error:
                 problems.append(f"environment.verifier.grader.model: {error}")
@@ -222,24 +190,6 @@ class JobValidator:
         if (await services.threads(status, services.settings.cache, model)).state != "prepared":
             return []  # a dry run prepares it and renders the first prompts
         return await services.threads(form_problems, await services.chat(model), sizes, model)
-
-    async def model(self, tenant: str, name: str) -> str:
-        """The canonical name of a base model that this tenant may use. Raises :class:`UserError`."""
-        owner = await self._services.store.read(tenants.get_tenant, tenant)
-        settings = self._services.settings
-        named = may_name(settings, name, owner.admin)  # also a folder of the service
-        model = resolve(name, folders=named)
-        if model.kind == "hub" and not named:
-            self._refused["allowed_models"] += 1
-            raise UserError(
-                f"base_model: the hub id {short(model.name)} is not allowed to tenants; give one of"
-                f" {', '.join(CATALOGUE)}, or ask the administrator to add it to the service's ROOKERY_ALLOWED_MODELS"
-            )
-        engines = (settings.engine.inference_engine, settings.training.trainer)
-        if self._fleet.expects("rollout", model.name):
-            engines = ("auto", "auto")  # its workers may have other settings than the service
-        await self._services.threads(usable, settings.cache, model.name, *engines)
-        return model.name
 
     def _not_native(self, model: str) -> str:
         """Why the native decoder does not compute a base model; empty if it does, or that is not known yet."""
@@ -255,8 +205,7 @@ class JobValidator:
         fields = environment.model_dump(exclude=set(ROWS))
         for name, rows in inline.items():
             content = await self._services.threads(as_jsonl, rows)
-            async with self._received(DATASET, _whole(content)) as staging:
-                fields[ROWS[name]] = await self._keep(tenant, "dataset", staging)
+            fields[ROWS[name]] = await self._uploads.keep_rows(tenant, content)
         return spec.model_copy(update={"environment": EnvironmentSpec.model_validate(fields)})
 
     async def environment(self, tenant: str, job: str, spec: JobSpec) -> EnvironmentRef:
@@ -450,159 +399,6 @@ class JobValidator:
             self._hosts.close_episode(host, reset.episode)
         return [{"role": turn.role, "content": turn.content} for turn in observed.messages]
 
-    async def target(self, tenant: str, target: str) -> Target:
-        """The target that a base model's name, ``JOB`` (also ``JOB:latest``), ``JOB@VERSION``, both also as
-        ``JOB/POLICY`` for another policy than the first, or a client's checkpoint
-        ``tinker://…`` names; ``JOB`` is a job's id or name, or ``NAME~1`` for the one before. A base model's name means
-        the model, whatever jobs are called so. Raises :class:`NotFound`, :class:`UserError`, or
-        :class:`Unavailable`."""
-        services = self._services
-        if target.startswith(SCHEME):
-            checkpoint, run, policy = await find_checkpoint(services, tenant, target)
-            return Target(checkpoint.path, run.base_model, adapter_ref(policy, checkpoint))
-        if target.startswith("ft:"):
-            target = await self._fine_tuned(tenant, target)
-        job, at, version = target.removesuffix(":latest").partition("@")
-        job, _, chosen = job.partition("/")
-        no_policy = ""
-        try:
-            row = await services.store.read(jobs.find_job, tenant, job)
-            policies = {policy.name: policy for policy in await services.store.read(jobs.policies, tenant, row.id)}
-            about = row.spec.get("policies", {}).get(chosen, {})
-            if about.get("base"):
-                if at and version != "latest":
-                    raise UserError(f"{target!r}: {chosen} is the base model, without versions; give {row.id}/{chosen}")
-                return Target(model := stored_base_model(row.spec, chosen), model, None)
-            if about.get("follows"):
-                other = about["follows"]["policy"]
-                raise UserError(f"{target!r}: it replies with versions of {other}; give {row.id}/{other}@VERSION")
-            if chosen and chosen not in policies:
-                no_policy = without_weights(row.spec, chosen, row.name)
-                raise NotFound(target)
-            if target == row.name and target in CATALOGUE:
-                raise NotFound(target)  # the model is meant
-        except NotFound:
-            try:
-                model = await self.model(tenant, target)
-            except UserError:
-                raise NotFound(
-                    no_policy or f"no job and no base model {target!r}; give a model's name, JOB or JOB@VERSION"
-                ) from None
-            if not self._fleet.expects("rollout", model):
-                if model not in CATALOGUE and status(services.settings.cache, model).state != "prepared":
-                    raise NotFound(
-                        no_policy
-                        or f"no base model {target!r} here: no worker has it and it was never prepared; rookery models"
-                        " lists the base models"
-                    ) from None
-                raise Unavailable(f"no worker serves {model} now: rookery worker or rookery serve starts one") from None
-            return Target(model, model, None)
-        if at and version != "latest" and not NUMBER.fullmatch(version):
-            raise UserError(f"{target!r}: after the @ comes a version's number, or latest")
-        policy = policies[chosen] if chosen else _first(row.spec, policies)
-        number = int(version) if NUMBER.fullmatch(version) else None
-        policy, found = await find_version(services.store, tenant, row.id, policy.name, number)
-        name = f"{row.id}/{policy.name}" if len(policies) > 1 else row.id  # as the list of models has it
-        return Target(f"{name}@{found.version}", stored_base_model(row.spec, policy.name), adapter_ref(policy, found))
-
-    async def _fine_tuned(self, tenant: str, name: str) -> str:
-        """The ``JOB`` or ``JOB@VERSION`` that an OpenAI name ``ft:BASE:TENANT:SUFFIX:JOB[:ckpt-step-N]`` means. Raises
-        :class:`NotFound`."""
-        store, (model, checkpoint, step) = self._services.store, name.partition(CHECKPOINT_OF)
-        try:
-            row = await store.read(jobs.get_job, tenant, f"job-{model.rpartition(':')[2]}")
-            if not is_name_of(model, row.spec["base_model"], row.name, row.id):
-                raise NotFound("the name of another model")
-            if not checkpoint:
-                return row.id
-            policies = {policy.name: policy for policy in await store.read(jobs.policies, tenant, row.id)}
-            number = int(step) if NUMBER.fullmatch(step) else -1
-            found = await store.read(versions.newest_of_step, tenant, _first(row.spec, policies).id, number)
-            if found is None or str(number) != step:
-                raise NotFound("the name of no version")
-            return f"{row.id}@{found}"
-        except (NotFound, StopIteration, ValueError):
-            raise NotFound(f"no fine-tuned model {short(name)}; GET /v1/fine_tuning/jobs lists yours") from None
-
-    async def add_dataset(
-        self, tenant: str, chunks: AsyncIterable[bytes], count: Callable[[Path], int], name: str = ""
-    ) -> tuple[str, int]:
-        """Store a dataset that arrives in pieces, never held whole, as the file ``name``; returns its hash and the
-        number of its rows, which ``count(path)`` checks. Raises what ``count`` raises; then nothing of it stays."""
-        await self._quotas.check_stored(tenant)
-        async with self._uploaded(tenant, DATASET, chunks) as staging:
-            rows = await self._checked(tenant, count, staging.path(DATASET))
-            return await self._keep(tenant, "dataset", staging, name), rows
-
-    async def _checked(self, tenant: str, check: Callable[..., T], *arguments: Any) -> T:
-        """The result of a check, when it is the tenant's turn for one. Raises :class:`TooManyRequests`."""
-        times, loop = self._quotas.check_time, asyncio.get_running_loop()
-        account = await times.begin(tenant)
-
-        def spent(seconds: float) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits for it
-                loop.call_soon_threadsafe(times.spend, tenant, seconds, account)
-
-        try:
-            return await self._services.threads.checkers(measured, partial(check, *arguments), spent)
-        finally:
-            times.end(tenant, account)
-
-    async def add_adapter(self, tenant: str, chunks: AsyncIterable[bytes], unpack: Unpack) -> str:
-        """Store the files of an archive that arrives in pieces, never held whole; returns their hash. Raises what
-        ``unpack(path)`` raises; then nothing of it stays."""
-        await self._quotas.check_stored(tenant)
-        reserve = self._services.settings.server.reserved_disk_bytes
-        async with self._uploaded(tenant, ARCHIVE, chunks) as received, self._staging() as staging:
-
-            def write() -> None:
-                with unpack(received.path(ARCHIVE)) as files:
-                    for name, content in files.items():
-                        staging.write(name, content, reserve)
-
-            await self._services.threads(write)
-            return await self._keep(tenant, "adapter", staging)
-
-    @asynccontextmanager
-    async def _uploaded(self, tenant: str, name: str, chunks: AsyncIterable[bytes]) -> AsyncIterator[Staging]:
-        """As :meth:`_received`. Raises :class:`TooManyRequests` where a piece is more than the tenant may store,
-        :class:`StorageFull` where the rest of the disk is reserved for commits."""
-        reserve = self._services.settings.server.reserved_disk_bytes
-        with self._quotas.uploading(tenant) as count:
-            async with self._received(name, counted(chunks, count), reserve) as staging:
-                yield staging
-
-    @asynccontextmanager
-    async def _received(self, name: str, chunks: AsyncIterable[bytes], reserve: int = 0) -> AsyncIterator[Staging]:
-        """The file ``name`` with the content of ``chunks``, written as they arrive; without a commit it is removed."""
-        in_thread = self._services.threads
-        async with self._staging() as staging:
-            writer = await in_thread(staging.begin, name, reserve)
-            try:
-                async for chunk in chunks:
-                    await in_thread(writer.write, chunk)
-                await in_thread(writer.finish)
-            finally:
-                await in_thread(writer.close)
-            yield staging
-
-    @asynccontextmanager
-    async def _staging(self) -> AsyncIterator[Staging]:
-        """An artifact to be written, which is removed without a commit."""
-        staging = await self._services.threads(self._services.artifacts.begin)
-        try:
-            yield staging
-        finally:
-            await self._services.threads(staging.abandon)
-
-    async def _keep(self, tenant: str, kind: UploadKind, staging: Staging, name: str = "") -> str:
-        """Commit an upload of the tenant; returns its hash."""
-        services = self._services
-        async with self._collector.storing(staging) as manifest:
-            now = services.clock.time()
-            await services.store.write(tenants.add_upload, tenant, kind, manifest.hash, manifest.size, now, name)
-        return manifest.hash
-
 
 def _with_steps(spec: JobSpec, sizes: SplitSizes | None, problems: list[str]) -> JobSpec:
     """The job with the optimizer steps that its epochs take; adds to ``problems`` where they are not known."""
@@ -629,50 +425,3 @@ def _rendered(chat: Chat, messages: Sequence[Message], tools: Sequence[Mapping[s
     """The text of a conversation as the model reads it, and the number of its tokens."""
     text = rendered(chat, messages, tools)
     return text, len(chat.encode(text))
-
-
-async def _whole(content: bytes) -> AsyncIterator[bytes]:
-    yield content
-
-
-async def find_policy(store: Store, tenant: str, job: str, policy: str) -> PolicyRow:
-    """A policy of a job that has weights. Raises :class:`NotFound`, which says why there is none."""
-    try:
-        return await store.read(jobs.get_policy, tenant, job, policy)
-    except NotFound:
-        row = await store.read(jobs.get_job, tenant, job)
-        raise NotFound(without_weights(row.spec, policy, row.name)) from None
-
-
-def may_name(settings: Settings, name: str, admin: bool) -> bool:
-    """Whether a tenant may name a base model, by its canonical name. The service tells it of no other."""
-    served, allowed = (
-        {one.strip() for one in names.split(",")} for names in (settings.server.models, settings.limits.allowed_models)
-    )
-    if admin or name in CATALOGUE or name in served:
-        return True
-    return is_hub_id(name) and bool({"*", name} & allowed)
-
-
-async def find_version(
-    store: Store, tenant: str, job: str, policy: str, number: int | None
-) -> tuple[PolicyRow, VersionRow]:
-    """A policy of a job and its version ``number``, the newest for None. Raises :class:`NotFound` where the version
-    does not exist or its artifact was deleted."""
-    row = await find_policy(store, tenant, job, policy)
-    number = row.head_version if number is None else number
-    if number is None:
-        raise NotFound(f"job {job} has no version yet")
-    try:
-        version = await store.read(versions.version, tenant, row.id, number)
-    except NotFound:
-        newest = f"its newest is {row.head_version}" if row.head_version is not None else "it has none yet"
-        raise NotFound(f"no version {number} of policy {policy} of job {job}; {newest}") from None
-    if not version.kept:
-        raise NotFound(f"version {number} of job {job} is not kept any more; checkpoints.keep_last says how many are")
-    return row, version
-
-
-def _first(spec: Mapping[str, Any], policies: Mapping[str, PolicyRow]) -> PolicyRow:
-    """Of a stored job's ``policies`` by name the one that the job's own name means: the first in its file."""
-    return next(policies[name] for name in spec.get("policies", policies) if name in policies)

@@ -29,7 +29,7 @@ from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.trajectory import AssistantTurn, EpisodeResult, TurnRecord, derive_seed
 from rookery.controller.prompts import CallOptions, PreparedPrompt, check_logits, prepare_prompt, schema_problem
 from rookery.controller.rollout.request import GenerationFailed, SamplingResult
-from rookery.controller.validation import Target
+from rookery.controller.targets import Target
 from rookery.environments.messages import readable
 from rookery.errors import NotFound, UserError, count_of, short
 from rookery.tokenization.chat import Chat, Message, PromptTooLong, check_letters

@@ -44,8 +44,8 @@ from rookery.controller.sessions.operations import (
 from rookery.controller.sessions.rules import SessionRules
 from rookery.controller.sessions.samplers import Samplers
 from rookery.controller.sessions.training_run import TrainingRun
+from rookery.controller.targets import Targets
 from rookery.controller.training.slots import TrainerSlots
-from rookery.controller.validation import JobValidator
 from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.errors import NotFound, RookeryError, TooManyRequests, UserError, count_of
 from rookery.spec.policy import TARGETS
@@ -71,11 +71,9 @@ ATTENTION = ("q", "k", "v", "o")
 class Sessions:
     """Clients' sessions, with their training runs, ``samplers`` and ``futures``."""
 
-    def __init__(
-        self, context: ControllerContext, validator: JobValidator, slots: TrainerSlots, rules: SessionRules
-    ) -> None:
+    def __init__(self, context: ControllerContext, targets: Targets, slots: TrainerSlots, rules: SessionRules) -> None:
         self._context = context
-        self._validator = validator
+        self._targets = targets
         self.rules = rules
         self.futures = Futures(context, rules.poll)
         self._steady = SteadyTime(context.clock)
@@ -321,7 +319,7 @@ class Sessions:
         ``train_attn`` and ``train_mlp``; a run that loads a checkpoint has that one's base model and adapter shape."""
         context, settings, now = self._context, self._context.settings, self._time()
         await self._require_open(tenant, session)
-        name = await self._validator.model(tenant, base_model) if base_model is not None else ""
+        name = await self._targets.model(tenant, base_model) if base_model is not None else ""
         if isinstance(operation, LoadState):
             _, source, _ = await find_checkpoint(context, tenant, operation.path)
             if name not in ("", source.base_model):
@@ -482,7 +480,7 @@ class Sessions:
     ) -> SamplerRow:
         """A sampler of a checkpoint, or of the base model."""
         await self._require_open(tenant, session)
-        name = await self._validator.model(tenant, base_model) if base_model is not None else None
+        name = await self._targets.model(tenant, base_model) if base_model is not None else None
         id = f"{session}:sample:{number}"
         row = await self.samplers.create(tenant, session, id, base_model=name, requested_model=base_model, path=path)
         self._context.rooms.models.provide(row.base_model)

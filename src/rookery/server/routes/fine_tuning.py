@@ -15,7 +15,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from rookery.controller.validation import DATASET, Target
+from rookery.controller.targets import Target
+from rookery.controller.uploads import DATASET
 from rookery.controller.views import JobView
 from rookery.environments.judges import answer_of
 from rookery.environments.models import ModelAnswer, ModelQuestion

@@ -29,7 +29,7 @@ from rookery.aio import Portions, cancel_all, in_portions, unless, wait_event
 from rookery.bounds import TOOLS
 from rookery.controller.prompts import CallOptions, PreparedPrompt, Sampling
 from rookery.controller.rollout.request import SamplingResult
-from rookery.controller.validation import Target
+from rookery.controller.targets import Target
 from rookery.errors import NotFound, RookeryError, TooManyRequests, Unauthorized, Unavailable, UserError, shortage
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext, make_room, room_for
 from rookery.server.bodies import off_loop
