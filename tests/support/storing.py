@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, create_engine, func, select, text
+from sqlalchemy import Connection, create_engine, event, func, select, text
 
 from rookery.errors import Conflict
 from rookery.protocol import Manifest, Shard, manifest_of
@@ -251,10 +251,12 @@ def check_counted_bytes(url: str) -> None:
 
 
 class FaultyDatabase(Database):
-    """A database whose calls of chosen repository functions a test replaces."""
+    """A database whose calls of chosen repository functions a test replaces. It waits for no disk: what a test kills is
+    a controller, and the file stays as the system has it."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
+        event.listen(self.engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=OFF"))
         self._replaced: dict[str, Callable[..., Any]] = {}
 
     def intercept(self, name: str, call: Callable[..., Any]) -> None:
