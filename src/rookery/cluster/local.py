@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rookery.cluster import ray
 from rookery.cluster.base import DRAINS, SCALED, child_environment, environment_host, file_name, preloaded
-from rookery.cluster.supervisor import Child, Supervisor
+from rookery.cluster.supervisor import Child, Spawn, Supervisor
 from rookery.machine import cores
 from rookery.settings import Settings
 
@@ -32,10 +32,11 @@ class ProcessCluster:
         failed: Callable[[str, str, str], None] = lambda model, reason, worker: None,
         host_failed: Callable[[str], None] = lambda reason: None,
         host_retry_seconds: float = HOST_RETRY_SECONDS,
+        spawn: Spawn | None = None,
     ) -> None:
         """``failed(model, reason, name)`` is called when a worker of a base model does not work; on Ray, where the name
         is empty, when none of those that were started does. ``host_failed(reason)`` is called when the host of the
-        built-in environments does not work."""
+        built-in environments does not work. ``spawn`` is that of :class:`~rookery.cluster.supervisor.Supervisor`."""
         self._settings = settings
         self._url = url
         self._token = token
@@ -51,6 +52,7 @@ class ProcessCluster:
             [],
             settings.data / "logs",
             settings.server.stop_seconds,
+            spawn,
             remove_seconds=DRAINS * settings.worker.drain_seconds,
             failed=self._child_failed,
         )

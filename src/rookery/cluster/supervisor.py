@@ -94,6 +94,10 @@ class Process(Protocol):
         """End it at once."""
 
 
+Spawn = Callable[[Child, Path], Awaitable[Process]]
+"""Starts a child that writes to the given log."""
+
+
 class Supervisor:
     """Starts children and keeps them alive until stopped. Belongs to one event loop."""
 
@@ -102,15 +106,15 @@ class Supervisor:
         children: Iterable[Child],
         logs: Path,
         stop_seconds: float,
-        spawn: Callable[[Child, Path], Awaitable[Process]] | None = None,
+        spawn: Spawn | None = None,
         failed: Callable[[Child, str], None] = lambda child, reason: None,
         remove_seconds: float = 0.0,
         pauses: tuple[float, float] = (FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS),
     ) -> None:
         """A child has ``stop_seconds`` to end when all are stopped, and at least ``remove_seconds`` when it is removed.
-        Each child's output goes to ``logs/<name>.log``. ``spawn`` starts a child that writes to the given log; None
-        starts a process on this machine. ``failed(child, reason)`` is called for a child that does not work.
-        ``pauses``: the first and the longest one before a restart, in seconds."""
+        Each child's output goes to ``logs/<name>.log``. ``spawn`` None starts a process on this machine.
+        ``failed(child, reason)`` is called for a child that does not work. ``pauses``: the first and the longest one
+        before a restart, in seconds."""
         self._pauses = pauses
         self._failed = failed
         self._spawn = spawn or spawn_process

@@ -37,6 +37,7 @@ from rookery.aio import LoopThread, cancel_all, close_within, first_of, on_end_s
 from rookery.clock import RandomIds, SystemClock
 from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
+from rookery.cluster.supervisor import Spawn
 from rookery.controller.completions import ANSWER_TOKENS
 from rookery.controller.controller import Controller
 from rookery.controller.job_sinks import SINK_RULES, SinkRules, parse_sinks
@@ -155,6 +156,9 @@ class ServiceRules:
     stores: StoreRules = STORE_RULES
     answer_tokens: int = ANSWER_TOKENS
     claim_seconds: float = CLAIM_SECONDS
+    spawn: Spawn | None = None
+    """Starts workers and environment hosts; None: as processes of this machine, each with a new interpreter."""
+    checks: Callable[[EnvironmentRules], EnvironmentChecks] = EnvironmentChecks
 
 
 class Service:
@@ -254,7 +258,7 @@ class Service:
         encoders, openers = TenantThreads(ENCODERS, "encode"), TenantThreads(OPENERS, "open")
         opened.push_async_callback(close_within, encoders.close, "responses")
         opened.push_async_callback(close_within, openers.close, "reads of artifacts")
-        checks = EnvironmentChecks(EnvironmentRules.of(settings.server))
+        checks = self._rules.checks(EnvironmentRules.of(settings.server))
         checkers = TenantThreads(CHECKERS, "check")
         opened.push_async_callback(close_within, checkers.close, "checks")
         opened.callback(checks.close)  # runs first: a check that runs fails
@@ -274,6 +278,7 @@ class Service:
             worker_token,
             lambda *failure: controller.model_failed(*failure),
             lambda reason: controller.host_failed(reason),
+            spawn=self._rules.spawn,
         )
         controller = Controller(
             Services(
