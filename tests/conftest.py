@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -32,6 +33,13 @@ hypothesis.settings.register_profile(  # how long an example takes depends on th
     "rookery", deadline=None, database=None, derandomize=not MORE, max_examples=examples(USUAL), print_blob=bool(MORE)
 )
 hypothesis.settings.load_profile("rookery")
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector leaves out the modules and the tests that are there now: a full collection would look at
+    some million objects, and tests collect hundreds of times."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
