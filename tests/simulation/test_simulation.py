@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -447,17 +448,16 @@ def interrupted() -> str:
         job = {"name": "j", "base_model": MODEL, "environment": {"id": "e"}, "stop": {"wall_time": 1000},
                "algorithm": algorithm, "sampling": {"max_tokens": 160}}  # fmt: skip
         jobs = [(tenant, (await controller.submit(tenant, job))[0].id) for tenant in ("a", "b")]
-        await asyncio.sleep(31.0)
-        for tenant, name in jobs:
-            await controller.pause(tenant, name)
-        await asyncio.sleep(3.0)
-        for tenant, name in jobs:
-            await controller.resume(tenant, name)
-        await asyncio.sleep(11.0)
-        await workers[1].kill()
-        await asyncio.sleep(9.0)
-        await controller.cancel(*jobs[0])
-        await asyncio.sleep(5.0)
+        changes: list[tuple[float, Callable[[], Awaitable[object]]]] = [
+            (31.0, lambda: asyncio.gather(*(controller.pause(*one) for one in jobs))),
+            (3.0, lambda: asyncio.gather(*(controller.resume(*one) for one in jobs))),
+            (11.0, workers[1].kill),
+            (9.0, lambda: controller.cancel(*jobs[0])),
+            (5.0, lambda: asyncio.sleep(0)),
+        ]
+        for seconds, change in changes:
+            await asyncio.sleep(seconds)
+            await change()
         digest = f"{site.log.digest()} {site.log.frames}"
         for worker in (workers[0], workers[2]):
             await worker.kill()

@@ -170,7 +170,7 @@ def test_a_job_waits_for_an_object_store(mode: str, bucket: S3, tmp_path: Path) 
                 until(lambda: made.show().state == "paused")
                 assert "do not answer" in made.show().reason and "127.0.0.1" not in made.show().reason
             else:
-                time.sleep(2.0)
+                until(lambda wanted=bucket.refused + 3: bucket.refused >= wanted)
             bucket.mode = "ok"
             trained(made)
         made.pause()

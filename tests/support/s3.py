@@ -29,6 +29,8 @@ class S3:
         self.endpoint = endpoint
         self.objects: dict[str, bytes] = {}
         self.mode = "ok"
+        self.refused = 0
+        """Requests that it refused."""
         self.lock = threading.Lock()
         self.random = random.Random(1)
 
@@ -78,6 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         key = urllib.parse.unquote(url.path).lstrip("/")
         with store.lock:
             if refusal := store.refusal():
+                store.refused += 1
                 self._refuse(*refusal)
             elif self.command == "PUT":
                 if self.headers.get("If-None-Match") == "*" and key in store.objects:

@@ -224,27 +224,18 @@ async def test_a_question_to_a_model_waits_for_its_worker(service: Service) -> N
         asked = protocol.AskModel(epoch=1, call="c", job=job, model=model, messages=messages, max_tokens=4)
         return asyncio.create_task(service.controller.completions.answer_host(asked))
 
-    async def answer(asked: asyncio.Task[protocol.ModelReply]) -> protocol.ModelReply:
-        while not asked.done():
-            await service.clock.advance(1.0, steps=1)
-            await asyncio.sleep(0.001)
-        return asked.result()
-
-    late, began = await answer(asking(MODEL)), service.clock.now
+    asked = asking(MODEL)
+    await service.pass_until(asked.done)
+    late, began = asked.result(), service.clock.now
     assert f"no worker serves {MODEL} now" in late.error
     waiting = asking(MODEL)
     await service.clock.advance(10.0, steps=10)
     assert not waiting.done()
     await service.worker().join()
-    seconds = iter(range(8))  # after ten, the worker would be silent
-
-    async def answered() -> bool:
-        if next(seconds, None) is not None:
-            await service.clock.advance(1.0, steps=1)
-            await asyncio.sleep(0.05)
-        return waiting.done()
-
-    await eventually(answered)
+    for _ in range(8):  # after ten, the worker would be silent
+        await service.clock.advance(1.0, steps=1)
+        await service.writer(lambda: None)
+    await eventually(waiting.done)
     found = waiting.result()
     assert found.text and not found.error and service.clock.now < began + 30
     assert "no job and no base model" in (await asking("nothing")).error

@@ -109,13 +109,14 @@ def test_a_template_shows_the_observation(url: str) -> None:
 def test_more_episodes_than_sessions_wait(url: str) -> None:
     async def play() -> None:
         environment, running, most = made(url), 0, 0
+        together = asyncio.Barrier(4)  # all of the server's sessions
 
         async def one(number: int) -> float:
             nonlocal running, most
             episode: Any = environment.for_episode()
             await episode.reset({"start": 1}, number)
             running, most = running + 1, max(most, running + 1)
-            await asyncio.sleep(0.05)
+            await together.wait()
             last = await step(episode, '{"number": 1}')
             running -= 1
             await episode.close()
