@@ -5,7 +5,7 @@ Imports take seconds. Until a program sets its own handlers, Ctrl-C would print 
 In a container the first process is process 1, with two tasks of an init. Every process whose parent has ended becomes
 its child, such as one from a killed sandbox, and stays as a zombie until somebody waits for it: thousands of them fill
 the container's limit of processes. And Linux ignores each signal for which it has no handler. So process 1 starts the
-program as a child of its own, passes signals on to it, waits for whatever ends, and ends as the program does.
+program as its child, passes signals on to it, waits for whatever ends, and ends as the program does.
 
 A command that has ended does not wait long for its threads: one may hang in a request to a server that is silent.
 """

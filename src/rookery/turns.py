@@ -166,7 +166,7 @@ SPENT: ContextVar[Callable[[float], None] | None] = ContextVar("spent", default=
 
 
 async def charged(work: Awaitable[T]) -> T:
-    """The result of ``work``, for a task of its own: the tenant of the request that starts the task is charged."""
+    """The result of ``work``, for a separate task: the tenant of the request that starts the task is charged."""
 
     async def run() -> T:
         return await work

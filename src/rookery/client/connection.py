@@ -1,7 +1,7 @@
 """HTTP requests to one service: JSON in and out, errors as :class:`~rookery.errors.RookeryError`.
 
 * The time limit of a request follows from its purpose: a silent service does not hold a list for minutes.
-* A process that was forked opens connections of its own: two processes on one connection would read each other's
+* A process that was forked opens new connections: two processes on one connection would read each other's
   responses. A connection is pickled and copied as its address and its key.
 """
 

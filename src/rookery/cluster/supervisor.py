@@ -237,7 +237,7 @@ class Supervisor:
             return await process.wait()
         except Exception:
             with contextlib.suppress(Exception):
-                process.kill()  # a second one would run beside it
+                process.kill()  # else a second one would run at the same time
             raise
         finally:
             healthy.cancel()

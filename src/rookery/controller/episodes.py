@@ -321,7 +321,7 @@ def _workers(outcome: EpisodeResult) -> list[list[tuple[int, str]]]:
 
 def _actions(outcome: EpisodeResult) -> list[tuple[int, int]]:
     """The position of each sampled token, ``(trajectory, token)``, in the order in which they were sampled: those of
-    policies on several base models are in trajectories of their own."""
+    policies on several base models are in separate trajectories."""
     spans: dict[str, deque[tuple[int, ReplySpan]]] = defaultdict(deque)
     for number, trajectory in enumerate(outcome.trajectories):
         for reply in trajectory.replies:

@@ -243,7 +243,7 @@ class Quotas:
         return Counter(self._in_use.get(tenant, {}))
 
     def _fits(self, name: str, tenant: str, more: float, now: float = 0.0) -> bool:
-        """Whether ``more`` beside those in use, and ``now`` others, are within a limit. One alone always is."""
+        """Whether ``more``, with those in use and ``now`` others, are within a limit. One alone always is."""
         now += self.in_use(tenant)[name]
         return not now or now + more <= self.limit(tenant, name)
 

@@ -43,7 +43,7 @@ class Threads:
     openers: Writer = in_thread
     """Files of artifacts that are opened or read whole, perhaps from a store that is slow or away."""
     checkers: Writer = in_thread
-    """Checks of environments and datasets, which wait for processes of their own."""
+    """Checks of environments and datasets, which wait for separate processes."""
     senders: Writer = in_thread
     """Requests to the sinks of jobs."""
 

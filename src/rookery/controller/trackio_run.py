@@ -16,7 +16,7 @@ from rookery.errors import UserError
 from rookery.storage.models import JobState
 
 TRACES = "rollouts"
-"""The name of the traces beside the metrics of a step."""
+"""The name of the traces among the metrics of a step."""
 
 ALERTS: Mapping[JobState, str] = {"failed": "error", "cancelled": "warn", "paused": "warn"}
 """States that become alerts, with their level."""

@@ -119,7 +119,7 @@ _TOOL = '{"type": "function", "function": {"name": "…", "parameters": {…}}}'
 def with_calls(
     messages: Sequence[Any], path: str = "messages", *, before_reply: bool = True, first: int = 0
 ) -> list[dict[str, Any]]:
-    """As :func:`conversation`, where the assistant's messages may have ``tool_calls``, beside which the content may be
+    """As :func:`conversation`, where the assistant's messages may have ``tool_calls``, with which the content may be
     null, and results the ``tool_call_id`` of an earlier call. The arguments of calls become objects. Ids are written in
     one form, numbered from ``first``: some templates demand nine letters and digits."""
     plain: list[Any] = []

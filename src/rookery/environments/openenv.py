@@ -1,4 +1,4 @@
-"""The built-in ``openenv``: environments of the OpenEnv library, on servers of their own, over WebSocket.
+"""The built-in ``openenv``: environments of the OpenEnv library, on separate servers, over WebSocket.
 
 An episode is one session: ``reset``, then one ``step`` per reply. A session ends with its connection, so a lost one
 fails its episode; at a server that is full the next episode waits until one of ours ends, or for a while.

@@ -213,7 +213,7 @@ class Credentials:
 
 @dataclass(frozen=True, kw_only=True)
 class Checks:
-    """Checks of texts of tenants, in processes of their own."""
+    """Checks of texts of tenants, in separate processes."""
 
     environments: EnvironmentChecks
     schemas: SchemaChecks

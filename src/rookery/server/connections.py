@@ -103,7 +103,7 @@ EDGE_RULES = EdgeRules()
 
 ADDRESS_SHARE, TENANT_SHARE = 0.5, 0.25
 """Shares of all connections that one address may have open, apart from connected workers and environment hosts, and
-that one tenant's requests may take. Others behind the same address find place beside a tenant; a client of the OpenAI
+that one tenant's requests may take. Others behind a tenant's address are connected, too; a client of the OpenAI
 or Tinker SDK opens up to 1,000, a quarter of the default."""
 
 

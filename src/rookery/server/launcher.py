@@ -107,7 +107,7 @@ files of artifacts; one of each is the service's own. A tenant's long call in on
 
 SWITCH_SECONDS = 0.0005
 """A thread that computes gives way to the event loop after it. With Python's 5 ms a request, which comes back to the
-loop a dozen times, would take 60 ms beside one such thread."""
+loop a dozen times, would take 60 ms while one such thread computes."""
 
 COLLECTIONS = (2000, 10, 50)
 """Thresholds of the garbage collector. A full collection looks at all objects that were made since the start: 60 ms
@@ -122,7 +122,7 @@ CHECKERS = 3
 """Tenants whose environments and datasets are checked at the same time, less one; each check is a process."""
 
 SENDERS = 16
-"""Tenants whose sinks are written at the same time, less one, in threads of their own: a slow sink delays nothing
+"""Tenants whose sinks are written at the same time, less one, in separate threads: a slow sink delays nothing
 else."""
 
 CLAIM_SECONDS = 5.0

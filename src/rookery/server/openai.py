@@ -452,7 +452,7 @@ class ChatRequest(CompletionOptions):
             return ""
         if self.offered:
             raise UnsupportedField(
-                "response_format beside tools is not supported: leave one of them out, or set tool_choice",
+                "response_format together with tools is not supported: leave one of them out, or set tool_choice",
                 "response_format",
                 "unsupported_parameter",
             )

@@ -108,7 +108,7 @@ def encoded_view(view: BaseModel, *, exclude_unset: bool = False) -> bytes:
 
 class Stream(StreamingResponse):
     """A response in parts, whose tenant is charged for the service's time, and waits for the next part while it is
-    beyond its share. Starlette runs it in a task of its own."""
+    beyond its share. Starlette runs it in a separate task."""
 
     _pause: Callable[[], Awaitable[None]] | None = None
 

@@ -23,7 +23,7 @@ from rookery.turns import TenantThreads
 SCHEMA_SECONDS, SCHEMA_BYTES = 1.0, 128 << 20
 """Processor time and memory for all schemas of a request: those that people write compile in milliseconds, and one of
 1500 optional properties in 0.2 s. The worker compiles the one that the replies follow again, once for all of them, in
-a thread of its own."""
+a separate thread."""
 
 SCHEMA_THREADS = 4
 """Tenants whose schemas are checked at the same time, less one."""

@@ -1,4 +1,4 @@
-"""A pool of rollout workers beside one trainer through a trace of steps, in arithmetic: each step consumes the same
+"""A pool of rollout workers and one trainer through a trace of steps, in arithmetic: each step consumes the same
 number of trajectories, whose generation takes the trace's worker-seconds, and training takes its own time meanwhile.
 The size follows :func:`rookery.scheduling.elastic.wanted_workers`, or is fixed. The figures are simulated."""
 

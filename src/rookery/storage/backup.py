@@ -135,7 +135,7 @@ def _copy_jobs(source: Path, target: Path) -> None:
 
 def readable(data: Path, url: str) -> str:
     """The URL of the database to read. SQLite would change that of a data folder that may not be written, such as a
-    snapshot of a disk; it reads that one as it is, without a log of later writes. Raises ``UserError`` beside one."""
+    snapshot of a disk; it reads that one as it is, without a log of later writes. Raises ``UserError`` where one is."""
     if url or os.access(data, os.W_OK):
         return url or sqlite_url(data)
     log = data / f"{DATABASE_FILE}-wal"

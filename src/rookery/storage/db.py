@@ -491,7 +491,7 @@ class Database:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """Within, no other thread of this process writes to a SQLite database; the threads take turns. SQLite lets a
-        thread that waits ask again and again: beside a busy one it would not get through."""
+        thread that waits ask again and again: while another one is busy it would not get through."""
         if self.engine.dialect.name != "sqlite":
             yield
             return

@@ -6,7 +6,7 @@
   own calls are one more line: whatever must follow a tenant's calls, such as a deletion of what they write, is
   submitted as that tenant's work (:func:`~rookery.turns.work_of`).
 * Database calls that wait in the writer at the same time share one transaction; each returns once it is durable.
-* Artifacts may lie behind a network, and have gigabytes: each tenant's wait in a line of their own for one of several
+* Artifacts may lie behind a network, and have gigabytes: each tenant's wait in a separate line for one of several
   threads, so that a part that hangs, or a large upload, holds up its tenant's alone.
 """
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from rookery.errors import single_line
 
 NARROWEST_NOTE = 24
-"""Characters below which a folding column is never beside the others: narrower ones break every word."""
+"""Characters below which a folding column is never next to the others: narrower ones break every word."""
 
 GAP = "  "
 """Between two columns."""
@@ -36,7 +36,7 @@ class Column:
 
 @dataclass
 class Rows:
-    """A table. Where the whole columns do not fit beside each other, each row becomes lines of ``name value`` pairs,
+    """A table. Where the whole columns do not fit next to each other, each row becomes lines of ``name value`` pairs,
     under the name of the first column; where only the notes do not fit, they are shown under their row. A note folds
     beside its row where that takes no more lines."""
 
@@ -83,7 +83,7 @@ class Rows:
 
     def _records(self, console: Console, width: int) -> Iterator[RenderableType]:
         """A row as a line of its first column, and under it ``name value`` for the others that are not empty: as many
-        on a line as fit whole, and notes on lines of their own."""
+        on a line as fit whole, and notes on separate lines."""
         yield Text(self.columns[0].name, "bold")
         for row in self.rows:
             yield row[0]

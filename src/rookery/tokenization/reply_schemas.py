@@ -27,10 +27,10 @@ COMBINING = frozenset({
 """Keywords by which several schemas speak of one object: closed, one would refuse what another declares."""
 
 ALTERNATIVES = frozenset({"anyOf", "oneOf", "$ref"})
-"""Keywords that do so where they stand beside ``properties``."""
+"""Keywords that do so where they stand next to ``properties``."""
 
 OPEN = frozenset({"additionalProperties", "patternProperties", "propertyNames", "dependentRequired"})
-"""Keywords that speak of properties beside the declared ones."""
+"""Keywords about properties other than the declared ones."""
 
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
 """The parameters of a tool that names none, as OpenAI's API reads it."""

@@ -13,7 +13,7 @@ fastest kernels add up a row in an order that depends on the other rows; strictl
 :mod:`rookery.worker.model.batch_invariance`). On other processors MKL has one kind of kernel, whose rows are exact.
 
 oneDNN, and PyTorch's layer above it, keep the compiled kernels of the last 1,024 shapes that they met, some 400 kB
-each. Nearly every prompt, batch and training pass has shapes of its own, so a worker would grow by 750 MB and compute
+each. Nearly every prompt, batch and training pass has different shapes, so a worker would grow by 750 MB and compute
 no faster: the last 64 shapes hold those that repeat, which are the steps of one batch.
 
 Large tensors request large pages: an engine's caches grow by new ones, and the first access to them in pages of 4 KiB

@@ -21,7 +21,7 @@ Promises:
   wait with it, for as long as the shares allow. So does the rest of one, in turns, while it is the engine's turn, for a
   tenant that only has rollouts.
 * Text, log-probabilities and gradients are the same bits in both modes, on the CPUs where lanes are possible
-  (:mod:`rookery.worker.teams`). On a GPU the lane has a stream of its own, which has not been measured.
+  (:mod:`rookery.worker.teams`). On a GPU the lane has a separate stream, which has not been measured.
 * Without work the threads sleep until the next call.
 * Tokens and results wait in an outbox; ``on_output`` is called, in the thread that fills it, when the outbox stops
   being empty.

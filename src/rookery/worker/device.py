@@ -40,7 +40,7 @@ def finish(device: torch.device) -> None:
 
 
 def own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """On a GPU, a stream of the calling thread, beside the default one."""
+    """On a GPU, a stream of the calling thread, separate from the default one."""
     if device.type == "cuda":
         return cast("contextlib.AbstractContextManager[Any]", torch.cuda.stream(torch.cuda.Stream(device)))
     return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""The grammars that a worker's replies follow: compiled once, in a thread of their own.
+"""The grammars that a worker's replies follow: compiled once, in a separate thread.
 
 Promises:
 

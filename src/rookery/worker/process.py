@@ -48,8 +48,8 @@ log = logging.getLogger("rookery.worker")
 
 SWITCH_SECONDS = 0.001
 """The I/O thread waits so long at most for the compute thread to release Python's lock. At Python's own five
-milliseconds, the upload of a small version, which takes the lock some forty times, waited 0.2 s beside a busy compute
-thread."""
+milliseconds, the upload of a small version, which takes the lock some forty times, waited 0.2 s while the compute
+thread was busy."""
 
 FAILED = 1
 """Exit code: a fault after which a restart may succeed."""

@@ -1,9 +1,9 @@
 """How long the threads that compute spin while they wait for each other: briefly where others want their cores.
 
 A thread that spins for the next parallel piece of work answers at once on a core that nobody else wants, and holds up
-the very thread that it waits for on a core that others want: beside one program that always runs, a decode step of 8
+the very thread that it waits for on a core that others want: next to one program that always runs, a decode step of 8
 rows on two cores takes seven times as long with 10,000 turns, and not twice as long with 100
-(``benchmarks.micro.neighbours``; fewer threads instead gain nothing beside that, and lose beside two programs). So a
+(``benchmarks.micro.neighbours``; fewer threads gain nothing over that, and lose next to two programs). So a
 worker measures how long its threads wait for a core although they could run, and shortens the spinning while that is a
 large part of their time. Results do not change.
 

@@ -1,7 +1,7 @@
-"""The OpenMP threads of a worker: each thread that computes has a team of its own, and all teams together have no more
+"""The OpenMP threads of a worker: each thread that computes has a separate team, and all teams together have no more
 threads than there are cores to compute with.
 
-Promise: after :func:`reserve`, a thread that asked for no team computes alone, so that no third team appears beside
+Promise: after :func:`reserve`, a thread that asked for no team computes alone, so that there are no teams but
 those of the lanes. The GNU runtime lets threads spin briefly once a process has more of them in teams than the machine
 has processors, which makes a decode step of few rows half as fast. A team grows and shrinks with the number that its
 thread asks for; it ends with its thread.

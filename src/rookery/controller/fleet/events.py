@@ -2,8 +2,8 @@
 
 Whoever learns of something emits one event (:meth:`~rookery.controller.fleet.fleet.Fleet.emit`); one ``match`` in
 :mod:`rookery.controller.controller` calls, in written order, the rooms that it concerns. Rooms above the fleet define
-further events of this kind beside what they report. An event that :attr:`~WorkerEvent.shown` is also kept for the
-timeline (:mod:`rookery.controller.timeline`) as the plain values of :meth:`WorkerEvent.to_dict`.
+further events of this kind next to the code that reports them. An event that :attr:`~WorkerEvent.shown` is also kept
+for the timeline (:mod:`rookery.controller.timeline`) as the plain values of :meth:`WorkerEvent.to_dict`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The replies of an agent's episode, as a tree, and the trajectories that they make. Pure.
 
-* A reply belongs below the reply whose token sequence its prompt extends, and else begins a sequence of its own. So a
+* A reply belongs below the reply whose token sequence its prompt extends, and else begins a separate sequence. So a
   branch shares the tokens before it, whichever of several calls, sub-agents or retries made it.
 * A trajectory follows a reply, its first successor, the first successor of that one, and so on; every further
   successor begins another trajectory. Tokens that an earlier trajectory has are no action in a later one: each sampled

@@ -529,7 +529,7 @@ class Episode:
             seed=derive_seed(self.seed, turn),
             stop_tokens=chat.ends(sampling.stop),
             stop=sampling.stop,
-            episode=self.id if first else f"{self.id}.{policy.name}",  # each keeps a cache of its own
+            episode=self.id if first else f"{self.id}.{policy.name}",  # each keeps a separate cache
         )
         reply, _ = await self.sample(policy, generate, continues=turn > 0)
         self.turns.append(reply)

@@ -1,1 +1,1 @@
-"""Environments of other libraries, which run in processes and virtual environments of their own."""
+"""Environments of other libraries, which run in separate processes and virtual environments."""

@@ -26,7 +26,7 @@ from rookery.environments.foreign.process import LibraryProcess
 from rookery.errors import UserError, count_of
 
 MOST_PROCESSES = 24
-"""Processes of environments at a time. One has some 200 MB: together they fit beside a worker in 16 GB."""
+"""Processes of environments at a time. One has some 200 MB: all of them and a worker fit in 16 GB."""
 
 IDLE_SECONDS = 300.0
 """Time after which a process without episodes ends. A job's groups follow each other much faster; starting one takes

@@ -1,7 +1,7 @@
 """The process that runs environments of verifiers 0.4, in the virtual environment that has that library.
 
 :mod:`rookery.environments.foreign.verifiers` starts it, by the path of this file and isolated (``python -I``): it
-imports the standard library and verifiers alone. It lists the tasks, starts ``serve_env`` in a process of its own on a
+imports the standard library and verifiers alone. It lists the tasks, starts ``serve_env`` in a separate process on a
 socket in a private folder, and is the token face that the environment's rollouts call. Each call becomes a line of JSON
 for the parent, whose answer goes back as it is, so token ids and log-probabilities are those of the service.
 

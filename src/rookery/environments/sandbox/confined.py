@@ -67,7 +67,7 @@ DEEPEST_VALUE = 100
 
 OWN_MEMORY = 512 << 20
 """Bytes of address space that this process may take in addition to those that it has when it is warm: the largest
-outputs take a third, and a thread of its own up to 136 MB."""
+outputs take a third, and a separate thread up to 136 MB."""
 
 MOST_LEFT, DEEPEST_LEFT = 2000, 40
 """Files that a program may leave behind, and the depth of its folders, that are removed one by one."""

@@ -191,7 +191,7 @@ _MONEY = re.compile(
     r"[€£¥₹₩]|\\(?:euro|pounds|yen)(?![A-Za-z])|(?<=\d) ?(?:USD|EUR|GBP|JPY|INR|CHF)\.?\Z"
     r"|\A(?:USD|EUR|GBP|JPY|INR|CHF|Rs\.?|US) ?(?=\\?\$?\d)"
 )
-"""Signs and codes of currencies beside a number; math-verify reads the dollar."""
+"""Signs and codes of currencies next to a number; math-verify reads the dollar."""
 _SPACE = r"(?:[\s.:~]|\\[,;:! ]|\\q?quad(?![A-Za-z]))"
 _CHOICE = re.compile(
     r"\A(?:\\(?:text|textbf|textrm|mathrm|mathbf|mbox) ?\{ *\(?([A-J])[).:]? *\}"

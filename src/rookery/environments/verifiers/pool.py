@@ -217,7 +217,7 @@ def serve(
 
     ``prepare`` returns the scorer; what it imports and builds is shared by every fork. ``opens_nothing`` states that
     scoring imports nothing and needs no file and no thread, so that the fork is denied them. With ``one_question``
-    every question has a fork of its own, so that the memory that one took is free for the next.
+    every question has a separate fork, so that the memory that one took is free for the next.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently when the parent is gone
     limit = float(sys.argv[1])

@@ -5,7 +5,7 @@ task runs on one machine at a time or is divided by data alone, so a plan is a r
 
 A round takes the longer of
 
-* the pool: the seconds in which all workers with the role ``rollout`` generate the episodes of all jobs, beside the
+* the pool: the seconds in which all workers with the role ``rollout`` generate the episodes of all jobs, next to the
   training that workers with both roles do, shared so that all end together. Jobs that are on-policy fall into step, for
   they share the workers fairly: they generate together and then train together, and nothing of it overlaps. With
   ``max_staleness`` s, 1 / (s + 1) of what could overlap does not (HetRL's Φ with η = s / (s + 1)), and
@@ -162,7 +162,7 @@ def predict(
         states = len(policies.get(i, ()))
         rows[i] = fitting_rows(devices[i].machine, demands, states, trains=i in training)
         if rows[i] < 1:
-            return impossible(f"{devices[i].name} has no memory for one sequence beside what it holds")
+            return impossible(f"{devices[i].name} has no memory for one sequence in addition to what it holds")
     for i in training:
         if i not in rows and not _trains_in_memory(devices[i].machine, demands, len(policies[i])):
             return impossible(
@@ -214,7 +214,7 @@ def _trains_in_memory(machine: FleetMachine, demands: Sequence[JobDemand], state
 
 
 def _free_bytes(machine: FleetMachine, demands: Sequence[JobDemand], states: int) -> float:
-    """Of a memory that is described, beside the base model and so many training states, each as large as the largest:
+    """Of a memory that is described, without the base model and so many training states, each as large as the largest:
     which policies train where may change. Below 0 where the states do not fit."""
     memory, scale = machine.memory, max(demand.scale for demand in demands)
     if memory is None:

@@ -27,7 +27,7 @@ Sharing = Literal["apart", "shared", "mixed"]
 
 SHARINGS: tuple[Sharing, ...] = ("apart", "shared", "mixed")
 """How tasks share machines: ``apart``: no machine does both; ``shared``: those that train generate too, and nobody else
-generates; ``mixed``: those that train generate beside the others."""
+generates; ``mixed``: those that train generate, and others too."""
 
 POPULATION = 8
 """Plans that an arm keeps: with more, a small budget is spent on its first generation."""

@@ -1,4 +1,4 @@
-// Two models side by side: the base beside a version, or two versions, with the same messages.
+// Two models side by side: the base next to a version, or two versions, with the same messages.
 import { useEffect, useState } from "preact/hooks";
 import { call, jobPath, useData } from "./api.js";
 import { counted, number } from "./format.js";
@@ -6,7 +6,7 @@ import { Empty, Loading, Problem, html } from "./parts.js";
 import { Walk } from "./tokens.js";
 import { partsOf, surprise, targetOf } from "./text.js";
 
-const SAMPLES = 8; // at once: what fits beside each other
+const SAMPLES = 8; // at once: what fits next to each other
 
 /** The replies of `model` to a conversation, with the log-probability of each token. A field that was emptied is left to the service. */
 async function ask(model, messages, { n, temperature, maxTokens, seed, system }, signal) {

@@ -1,4 +1,4 @@
-// A new run: the form of a job with its YAML beside it, a dry run with rendered prompts, and the submission.
+// A new run: the form of a job with its YAML next to it, a dry run with rendered prompts, and the submission.
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { call, get, jobPath, useData } from "./api.js";
 import { counted, number, route } from "./format.js";

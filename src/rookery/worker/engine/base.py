@@ -1,7 +1,7 @@
 """The engine protocol: an engine generates tokens for requests with the adapters that are attached to it.
 
 A worker's compute thread drives one engine and knows nothing else of it, so that engines of several kinds can serve
-the same protocol messages. ``native``, ``hf`` and ``vllm`` beside this file implement it.
+the same protocol messages. ``native``, ``hf`` and ``vllm`` in this folder implement it.
 
 Promises that every engine keeps:
 

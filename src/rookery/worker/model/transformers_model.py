@@ -150,7 +150,7 @@ def _linear_modules(model: PreTrainedModel) -> tuple[list[nn.Module], dict[tuple
 
 def check_transformers(raw: Mapping[str, Any]) -> tuple[LinearProjections, re.Pattern[str]]:
     """The projections of a model with this ``config.json``, and a pattern that names of weights match which it computes
-    with in float32 beside others in bfloat16. Raises ``UserError`` if it cannot be a :class:`TransformersModel`."""
+    with in float32 where others are in bfloat16. Raises ``UserError`` if it cannot be a :class:`TransformersModel`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
     _, linear, prefix = _linear_modules(model)

@@ -9,7 +9,7 @@ Promises:
   out. A request without a group is forgotten when it ends. A group of which no request
   is here is kept for further ones as long as it is among the ``MAX_IDLE`` last of those and there is room.
 * Drafts are off for a number of rows where they cost time (``DraftAccount``). Steps beside training, on a part of the
-  cores, have costs and accounts of their own.
+  cores, have separate costs and accounts.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Beyond what every engine promises (``engine.base``):
 
-* vLLM computes elsewhere: a loop in a thread of its own talks to it, and ``step`` waits for its outputs.
+* vLLM computes elsewhere: a loop in a separate thread talks to it, and ``step`` waits for its outputs.
 * Up to numerics, texts do not depend on being resumed, moved or batched. vLLM's sums depend on the batch, so that now
   and then another token wins: the native engine's promise, bit for bit, does not hold.
 * An adapter is loaded under a new name and number, before any request names it, and unloaded when its place is needed

@@ -81,7 +81,7 @@ class _Half:
 class ForwardPass:
     """A finished forward pass. ``hidden`` [tokens, hidden] is the input of ``Decoder.project``, detached.
 
-    Each half of a block is a graph of its own. Between them the gradient of the residual stream is summed in float32:
+    Each half of a block is a separate graph. Between them the gradient of the residual stream is summed in float32:
     every half adds little to it, and in bfloat16 a part of that is lost."""
 
     def __init__(
