@@ -19,8 +19,16 @@ from rookery.cluster.supervisor import Child
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        "rookery.worker", "rookery.worker.process", "safetensors.torch", "tokenizers", "jinja2", "httpx", "numba",
-        "rookery.environments.host", "uvicorn",
+        "rookery.worker",
+        "rookery.worker.process",
+        "safetensors.torch",
+        "tokenizers",
+        "jinja2",
+        "httpx",
+        "numba",
+        "rookery.environments.host",
+        "uvicorn",
+        "tests.support.loaded_kernels",
     ]
 )  # rookery.worker is first and alone: it sets how torch's threads wait, and imports nothing
 
