@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from rookery import protocol
 from rookery.bounds import FLOAT32, FLOAT32_LEAST
@@ -47,19 +48,17 @@ Vectors = tuple[Tensor, Tensor, Tensor, Tensor]
 """Weights, their gradient and moments, of one shape."""
 
 
+@torch.no_grad()
 def apply_adamw(adam: protocol.Adam, step: int, vectors: Vectors) -> None:
-    """One step of AdamW (Loshchilov & Hutter, arXiv 1711.05101) in place, after ``step`` others."""
-    weight, gradient, *moments = vectors
-    optimizer = torch.optim.AdamW(
-        [weight], lr=adam.lr, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay, fused=True
-    )
-    optimizer.state[weight] = {
-        "step": torch.tensor(float(step), device=weight.device),
-        **dict(zip(MOMENTS, moments, strict=True)),
-    }
-    weight.grad = gradient
-    optimizer.step()
-    weight.grad = None
+    """One step of AdamW (Loshchilov & Hutter, arXiv 1711.05101) in place, after ``step`` others. It calls the function
+    of ``torch.optim.AdamW``: the first object of that class imports PyTorch's compiler and sympy, which would take
+    longer than all else in a worker's first step."""
+    weight, gradient, first, second = vectors
+    steps = torch.tensor(float(step), device=weight.device)
+    adamw(
+        [weight], [gradient], [first], [second], [], [steps], fused=True, amsgrad=False, maximize=False, lr=adam.lr,
+        beta1=adam.beta1, beta2=adam.beta2, eps=adam.eps, weight_decay=adam.weight_decay,
+    )  # fmt: skip
 
 
 def is_finite_step(adam: protocol.Adam, step: int, parameters: Iterable[Vectors], factor: float = 1.0) -> bool:
