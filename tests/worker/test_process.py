@@ -950,13 +950,17 @@ RAISES = 'raise RuntimeError("the arithmetic unit is on fire")'
 HALTS = "time.sleep(3600)"
 
 
+MANY = 200
+"""Requests, and operations."""
+
+
 def train_and_generate(service: Dialled, link: Connection) -> None:
     """Work of both kinds for longer than a test."""
     parent = make_policy(service, link, "p")
     link.send(generate("r", parent))
     link.some("r", 5)
-    link.send(*(generate(f"r{number}", parent) for number in range(200)))
-    link.send(*(forward(f"f{number}", parent, batch(service, 40), operations=number) for number in range(200)))
+    link.send(*(generate(f"r{number}", parent) for number in range(MANY)))
+    link.send(*(forward(f"f{number}", parent, batch(service, 40), operations=number) for number in range(MANY)))
 
 
 needs_lanes = pytest.mark.skipif(
@@ -1008,7 +1012,10 @@ def test_requests_and_operations_end_by_cancellation_in_both_lanes(service: Dial
     link = service.connection(0)
     train_and_generate(service, link)
     service.until(lambda: link.of(protocol.Heartbeat)[-1].lanes.startswith("beside"))
-    link.send(protocol.Abort(request="r"), *(protocol.CancelOperation(op=f"f{number}") for number in range(200)))
+    link.send(
+        *(protocol.Abort(request=name) for name in ("r", *(f"r{number}" for number in range(MANY)))),
+        *(protocol.CancelOperation(op=f"f{number}") for number in range(MANY)),
+    )
     service.until(lambda: (beat := link.of(protocol.Heartbeat)[-1]).active + beat.waiting + beat.training == 0)
     link.send(generate("again", max_tokens=8))
     assert len(link.finished("again").tokens) == 8
