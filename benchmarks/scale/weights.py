@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ SITES, MOST = 4, 16
 VISIBLE = 1.1
 """Without a part that matters a figure is larger by this factor, which is far above the noise of counted bytes."""
 PATIENCE = 900.0
+SILENT_SECONDS = 5.0
+"""Of a source that sends nothing, before a worker reads elsewhere: the worker's own value. A star is slower."""
+SHARES = (0.1, 0.5, 0.9)
+"""Of a transfer, when something is killed."""
 RECEIVED, SENT = 0, 8
 """Columns of ``/proc/net/dev``."""
 INSIDE = "ROOKERY_BENCH_NAMESPACE"
@@ -89,6 +94,10 @@ class Network:
     def close(self) -> None:
         for device in ("core", *(f"{kind}{site}" for site in range(SITES) for kind in ("site", "out"))):
             shell("ip", "link", "del", device)
+
+    def cut(self, site: int, *, up: bool = False) -> None:
+        """No packet passes between a site and the others; with ``up`` they do again."""
+        shell("ip", "link", "set", f"out{site}", "up" if up else "down")
 
     def into(self, site: int) -> int:
         """Bytes that came to a site from others."""
@@ -217,6 +226,13 @@ class Bench:
                 )
                 assert found.stdout.split()[0] == sha256, f"{name} has other bytes"
 
+    def here(self, name: str, digest: str) -> int:
+        """The bytes that a worker has."""
+        return sum(path.stat().st_size for path in (self.folder / name / digest).glob("model.safetensors*"))
+
+    def complete(self, name: str, digest: str) -> bool:
+        return (self.folder / name / digest / ".adapter").exists()
+
     def kill(self, name: str) -> None:
         self.processes[name].kill()
         self.processes[name].wait()
@@ -329,9 +345,46 @@ def measure(result: Result, given: argparse.Namespace, folder: Path) -> None:
         bench.close()
 
 
+def vanishing(result: Result, folder: Path, size: int, rate: float, shares: Sequence[float] = SHARES) -> None:
+    """At 10, 50 and 90% of a transfer to three sites one of them vanishes: its workers are dead, and no packet says so.
+    The others receive the rest from elsewhere; its workers do so once they are back."""
+    bench, copy = Bench(folder, rate, SILENT_SECONDS), size * 8 / (rate * 1e6)
+    try:
+        stored = [bench.store(size) for _ in shares]
+        receivers = names(6, 3)
+        bench.serve()
+        bench.node("trainer", 0)
+        for name in receivers:
+            bench.node(name, int(name.rpartition("s")[2]))
+        lost = [name for name in receivers if name.endswith("s1")]
+        left = [name for name in receivers if name not in lost]
+        for share, digest in zip(shares, stored, strict=True):
+            bench.settle({"trainer", *receivers})
+            begun = bench.begin(digest, receivers)
+            bench.until(lambda digest=digest, part=share * size: any(bench.here(one, digest) >= part for one in lost))
+            bench.network.cut(1)
+            for name in lost:
+                bench.kill(name)
+            bench.until(lambda digest=digest: all(bench.complete(name, digest) for name in left))
+            seconds = time.time() - begun
+            bench.check(digest, left)
+            result.add(f"a site vanishes at {share:.0%}", [seconds / copy], "x one copy", f"{seconds:.1f} s")
+            most = 2 * copy + 2 * SILENT_SECONDS
+            result.judge(f"a site vanishes at {share:.0%}: every byte right at the others, in two copies' time and the"
+                         " wait for two silent sources", f"{seconds:.1f} of {most:.1f} s", seconds <= most)  # fmt: skip
+            bench.network.cut(1, up=True)
+            for name in lost:
+                bench.node(name, 1)
+            bench.until(lambda digest=digest: all(bench.complete(name, digest) for name in lost))
+            bench.check(digest, lost)
+            bench.http.post(f"/evict/{digest}")
+    finally:
+        bench.close()
+
+
 def kills(result: Result, bench: Bench, size: int, copy: float) -> None:
     """kill -9 of source, receiver and service at 10, 50 and 90% of a transfer along a chain."""
-    for share in (0.1, 0.5, 0.9):
+    for share in SHARES:
         for victim in ("source", "receiver", "service"):
             digest = bench.store(size)
             bench.kill("trainer")
@@ -342,12 +395,7 @@ def kills(result: Result, bench: Bench, size: int, copy: float) -> None:
                 os.kill(bench.processes[name].pid, signal.SIGUSR2)
             before = bench.state(digest)["pulled"]
             begun = bench.begin(digest, chain)
-            first = bench.folder / chain[0] / digest
-
-            def arrived(first: Path = first, part: float = share * size) -> bool:
-                return sum(path.stat().st_size for path in first.glob("model.safetensors*")) >= part
-
-            bench.until(arrived)
+            bench.until(lambda first=chain[0], digest=digest, part=share * size: bench.here(first, digest) >= part)
             left = set(chain)
             if victim == "service":
                 bench.kill("service")
@@ -356,11 +404,7 @@ def kills(result: Result, bench: Bench, size: int, copy: float) -> None:
                 name = {"source": "trainer", "receiver": chain[1]}[victim]
                 bench.kill(name)
                 left.discard(name)
-            bench.until(
-                lambda left=left, digest=digest: all(
-                    (bench.folder / one / digest / ".adapter").exists() for one in left
-                )
-            )
+            bench.until(lambda left=left, digest=digest: all(bench.complete(one, digest) for one in left))
             seconds = time.time() - begun
             bench.check(digest, sorted(left))
             bench.settle(left)
@@ -482,6 +526,8 @@ def main() -> None:
             null_case(result, Path(folder), mega, 5)
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         measure(result, given, Path(folder))
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        vanishing(result, Path(folder), given.mega * 1_000_000, given.rate)
     result.save()
 
 
