@@ -21,6 +21,7 @@ from fractions import Fraction
 from typing import Any
 
 from rookery.environments.verifiers.numbers import spelt_in_ascii
+from rookery.environments.verifiers.sentences import last_answer
 from rookery.environments.verifiers.texts import decimal_of, described, visible
 
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})(?![\w.]*\w)", re.ASCII)
@@ -72,6 +73,11 @@ _DENIAL = re.compile(r"\\(?:neq?|not)(?![A-Za-z])|≠")
 _INEQUALITY = re.compile(r"(?:[<>≤≥]|\\(?:[lg]eq?|[lg]t|leqslant|geqslant)(?![A-Za-z]))")
 _CONDITION = re.compile(r"\\\{[^{}=:|]*(?::|\||\\mid(?![A-Za-z])|\\vert(?![A-Za-z]))")
 """The beginning of a set that is given by a condition."""
+_MODULO = re.compile(r"\\(?:equiv|pmod)(?![A-Za-z])|≡|\( ?\\?mod\b")
+_JOINED = re.compile(
+    r",? *(?:\\(?:text|textrm|mathrm|mbox) ?\{ *(?:and|or) *\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])) *"
+)
+"""A word or a comma between several answers."""
 _ENVIRONMENT = re.compile(r"\\begin\{(\w+\*?)\}.*?\\end\{\1\}", re.DOTALL)
 _MATHEMATICS = re.compile(r"\$(?!\s)([^$]+)(?<!\s)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _OPENING, _CLOSING = r"*_`\"'“‘«", r"*_`\"'”’»"
@@ -98,6 +104,7 @@ _NAMED, _NAMED_WORD = _ending("[A-Z]{1,12}"), _ending("[A-Za-z]{1,20}")
 _TAGGED = re.compile(r"<(?P<tag>[A-Za-z]\w{0,20})>([^<>]*)</(?P=tag)>", re.ASCII)
 _TITLE = re.compile(r"\\text(?:bf)? ?\{[^{}]*: *\}|(?<=[A-Za-z]{2}:)(?=[-+]?\.?\d)", re.ASCII)
 """A title in LaTeX, and the place after one that a number follows without a space."""
+_ORDINAL = re.compile(r"\b\d+(?:st|nd|rd|th)\b")
 _QUOTED = re.compile(
     rf"((?:\A|[:=\n][*_]{{0,2}}|[A-Za-z,][*_]{{0,2}}(?=\s))\s*)(?:[{_OPENING}]{{1,4}}|(?P<bracket>\())"
     rf"([-+]?\$?\.?\d[\d.,/]*%?)(?:[{_CLOSING}]{{1,4}}|(?(bracket)\)|(?!)))"
@@ -125,8 +132,6 @@ _POWER_OF_TEN = re.compile(
     r"([-+]?) ?(\d+\.\d+) ?(?:\\times|\\cdot) ?10 ?\^ ?(?=\{?([-+]?\d{1,3}))(?:\{[-+]?\d+\}|\d+)", re.ASCII
 )
 _MARKS = (("**", "**"), ("*", "*"), ("`", "`"), ('"', '"'), ("“", "”"))
-_TRAILING = re.compile(r"(?<=\d)(?: ?(?:mm|cm|dm|km|in|ft|yd|mi)\^(?:[23]|\{[23]\}))?\.?\Z", re.ASCII)
-"""A unit with a power after a number, which math-verify reads as variables, and a full stop."""
 _STOP = re.compile(r"(?<=[\w)\]}%])(?<!\\right)\.(?=\}?\Z)")
 """The full stop of a sentence, also within a last text."""
 
@@ -151,7 +156,7 @@ _MEASURES = {
     },
     "months": {"month": "1", "yr year": "12"},
     "mass": {"mg milligram": "1/1000", "g gram": "1", "kg kilogram": "1000"},
-    "volume": {"ml milliliter millilitre": "1/1000", "l liter litre": "1"},
+    "volume": {"ml mL milliliter millilitre": "1/1000", "l L liter litre": "1"},
     "speed": {
         "m/s": "1", "km/s": "1000", "cm/s": "1/100", "m/min": "1/60", "km/h kmh kph": "5/18", "ft/s": "3048/10000",
         "mi/h mph": "1609344/3600000",
@@ -165,9 +170,22 @@ _UNITS = {
     for names, size in sizes.items()
     for name in names.split()
 }
+_LENGTHS = {name: size for name, (measure, size) in _UNITS.items() if measure == "length"}
+_UNITS |= {f"{name}2": ("area", size**2) for name, size in _LENGTHS.items()}
+_UNITS |= {f"{name}3": ("volume", 1000 * size**3) for name, size in _LENGTHS.items()}  # of litres
+_LENGTH = "(?:" + "|".join(f"{name}(?:e?s)?" for name in sorted(_LENGTHS, key=len, reverse=True)) + ")"
+_GAP, _SQUARED = r"(?: |~|\\[,;:! ])", r" ?\^ ?(?:([23])(?!\d)|\{ ?([23]) ?\})"
+_RAISED = re.compile(
+    r"(?<=[\d)}])(?:"
+    rf"{_GAP}*\\(?:text|textrm|mathrm|mbox) ?\{{{_GAP}*({_LENGTH})\.? *(?:\}}{_SQUARED}|{_SQUARED} *\}})"
+    rf"|{_GAP}?(mm|cm|dm|km|in|ft|yd|mi){_SQUARED}|{_GAP}+({_LENGTH}){_SQUARED}"
+    rf"|{_GAP}*(?:\\(?:text|textrm|mathrm|mbox) ?\{{ *)?(square|sq\.?|cubic|cu\.?) +({_LENGTH})\b\.? *\}}?"
+    r")(?P<rest>[.$\s]*)\Z"
+)
+"""The unit of an area or of a volume at the end of an answer or of a reply."""
 _UNIT = re.compile(
     r"(?:(?<=[\d)}])(?: |\\[,;: ])*(?!(?:in|mi|yd|mg|ml)\b)([A-Za-z]{1,11})"
-    r"|\\(?:text|textrm|mathrm|mbox) ?\{ *([A-Za-z]{1,11}(?:/[a-z]{1,3})?)\.? *\})[\s.*$]*\Z"
+    r"|\\(?:text|textrm|mathrm|mbox) ?\{ *([A-Za-z]{1,11}[23]?(?:/[a-z]{1,3})?)\.? *\})[\s.*$]*\Z"
 )
 """The unit at the end of an answer or of a reply; 3mg may be a product of variables."""
 _SYMBOL = r"(?:[kcmMµn]?(?:m|s|g|N|J|W|V|A|Pa|mol|rad|L|l|Hz)|min|hr?|ft|in|mi|yd|lb|gal|day|year|person|K)"
@@ -230,7 +248,7 @@ def significant_digits(latex: str) -> int:
 def reply_latex(text: str, *, words: bool = False) -> str | None:
     r"""A reply as math-verify shall read it: the content of its last ``\boxed{…}`` alone, the whole text without one.
     None for a reply whose last box is empty, unfinished or unclear. With ``words`` a reply may end with any word."""
-    boxed = _last_box(text)
+    boxed = _several_boxes(text) or _last_box(text)
     if boxed is None:
         end = text[-_END:]
         named = (_NAMED_WORD if words else _NAMED).search(end)
@@ -239,14 +257,17 @@ def reply_latex(text: str, *, words: bool = False) -> str | None:
         last = [one for found in _MATHEMATICS.finditer(end) for one in found.groups() if one][-1:]
         if _DENIED.search(end) or (last and as_written(rf"\boxed{{{last[0]}}}")):
             return clear(last[0]) if last and not _DENIED.search(end) else None
+        answer = last_answer(spelt_in_ascii(end))
+        if answer is not None:
+            return clear(answer)
         text = text[:-_END] + _bared(end)
-        return _written(_RANGE.sub(lambda found: f"{found[0][0]} to {found[0][-1]}", text))
+        return _raised(_written(_RANGE.sub(lambda found: f"{found[0][0]} to {found[0][-1]}", text)))
     return clear(boxed)
 
 
 def _bared(text: str) -> str:
-    """A text without titles and what encloses its numbers, where math-verify would not find them."""
-    text = _TITLE.sub(" ", _TAGGED.sub(r" \2 ", text))
+    """A text without titles, ordinal numbers and what encloses its numbers, where math-verify would not find them."""
+    text = _ORDINAL.sub(" ", _TITLE.sub(" ", _TAGGED.sub(r" \2 ", text)))
     return _QUOTED.sub(r"\1 \3 ", text)
 
 
@@ -255,7 +276,7 @@ def clear(text: str) -> str | None:
     content = _unwrapped(text)
     if _RANGE.search(content):
         return None
-    content = _in_words(_STOP.sub("", _TRAILING.sub("", _written(content, whole=True))))
+    content = _in_words(_separated(_STOP.sub("", _written(content, whole=True))))
     power = _POWER_OF_TEN.fullmatch(content)
     if power is not None:  # exact, where math-verify multiplies floats
         content = power[1] + _digits(Decimal(f"{power[2]}e{power[3]}"))
@@ -277,15 +298,21 @@ def as_written(latex: str) -> bool:
         _LETTERS.fullmatch(_WRAPPED.sub(r"\1", content).strip())
         or _DENIAL.search(content)
         or _INEQUALITY.match(content)
+        or _MODULO.search(content)
     ):
         return True
     return r"\\" in _ENVIRONMENT.sub("", content) or _CONDITION.match(_bare(content)) is not None
 
 
+def content_of(latex: str) -> str:
+    """The text in the box of an answer; the whole text of one without."""
+    return _last_box(latex) or latex
+
+
 def same_text(latex: str, other: str) -> bool:
     """Whether two answers in boxes are written alike. Spaces, capitals of words and the spelling of a relation do not
     count."""
-    return _bare(_last_box(latex) or latex) == _bare(_last_box(other) or other)
+    return _bare(content_of(latex)) == _bare(content_of(other))
 
 
 def without_unit(latex: str) -> tuple[str, str, Fraction]:
@@ -331,11 +358,36 @@ def _unwrapped(text: str) -> str:
 def _in_words(content: str) -> str:
     """An answer whose units are text, which math-verify leaves out."""
     content = _WITHIN_TEXT.sub(lambda found: found[1] + (rf"\text{{ {found[2]}}}" if found[2] else ""), content)
-    content = _MONEY.sub("", content).strip()
+    content = _raised(_MONEY.sub("", content).strip())
     if (found := _TEMPERATURE.search(content)) is not None:
         scale = "celsius" if (found["text"] or found["bare"]).upper() == "C" else "fahrenheit"
         return rf"{content[: found.start()]}\text{{ {scale}}}"
     return _AMOUNT.sub(lambda found: rf"\text{{ {found[1]}}}", content)
+
+
+def _raised(content: str) -> str:
+    r"""The text with the unit of an area or a volume at its end in one form: ``\text{ cm2}``."""
+    found = _RAISED.search(content)
+    if found is None:
+        return content
+    *parts, word, named, rest = found.groups()
+    given = [part for part in parts if part is not None] or [named, "2" if word.startswith("sq") else "3"]
+    spelt = (given[0], given[0].removesuffix("es"), given[0].removesuffix("s"))
+    unit = next(name for name in spelt if name in _LENGTHS)
+    return rf"{content[: found.start()]}\text{{ {unit}{given[1]}}}{rest}"
+
+
+def _separated(content: str) -> str:
+    """Several answers with commas between them: ``5 and 6``, not where words or relations stand there."""
+    if _JOINED.search(content) is None:
+        return content
+    parts = _JOINED.split(content)
+    others = " ".join(parts)
+    words = re.search(r"[A-Za-z]{3,}", re.sub(r"\\[A-Za-z]+", "", others))
+    related = re.search(r"[<>≤≥]|\\(?:[lg]eq?|[lg]t|text)(?![A-Za-z])", others)
+    if words or related or not all(part.strip() for part in parts):
+        return content
+    return ", ".join(part.strip() for part in parts)
 
 
 def split_choice(latex: str) -> tuple[str, str]:
@@ -394,6 +446,27 @@ def _repeated(found: re.Match[str]) -> str:
 def _improper(found: re.Match[str]) -> str:
     whole, top, bottom = map(int, found.groups())
     return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
+
+
+_BETWEEN = re.compile(r"\}[\s$.)\]\\]{0,4}(?:,\s?(?:and|or)?|\s(?:and|or))[\s$(\[\\]{0,5}\Z")
+"""The text between two boxes that are answers together."""
+_BETWEEN_LONGEST = 20
+"""Characters of it."""
+
+
+def _several_boxes(text: str) -> str | None:
+    r"""The contents of the last boxes of a text, with commas between them, where ``and``, ``or`` or a comma alone
+    stands between one and the next; None for a text that ends in one box."""
+    contents, start, end = list[str](), text.rfind(r"\boxed{"), len(text)
+    while start != -1:
+        contents.insert(0, _last_box(text[start:end]) or "")
+        earliest = max(0, start - _BETWEEN_LONGEST)
+        between = _BETWEEN.search(text[earliest:start])
+        if between is None:
+            break
+        end = earliest + between.start() + 1
+        start = text.rfind(r"\boxed{", 0, end)
+    return ", ".join(contents) if len(contents) > 1 and all(contents) else None
 
 
 def _last_box(text: str) -> str | None:

@@ -37,12 +37,14 @@ from typing import IO, Any
 from rookery.children import add_child_seconds, child_variables, interpreter
 from rookery.environments.verifiers.expressions import (
     as_written,
+    content_of,
     reply_latex,
     same_text,
     significant_digits,
     split_choice,
     without_unit,
 )
+from rookery.environments.verifiers.sentences import brackets, congruence, congruent
 from rookery.environments.warm_processes import IDLE_SECONDS, WarmProcesses
 from rookery.errors import short
 
@@ -371,6 +373,12 @@ def prepare_math() -> Callable[..., Any]:
             return None
         if latex is None:
             return False
+        residues = [congruence(content_of(one)) for one in (expected, latex)]
+        if any(residues):
+            return congruent(*residues)
+        enclosed = [brackets(content_of(one)) for one in (expected, latex)]
+        if all(enclosed) and enclosed[0] != enclosed[1]:  # an interval, a tuple and a set
+            return False
         (choice, text), (chosen, other_text) = split_choice(expected), split_choice(latex)
         if choice and chosen:
             return choice == chosen
@@ -388,6 +396,7 @@ def prepare_math() -> Callable[..., Any]:
             gold, given = (expressions(text, folds=True) for text in (expected, latex))
         if measure and other and size != other_size and given and isinstance(given[0], Expr):
             given = [given[0] * Rational(other_size / size)]
+        gold, given = _as_sets(gold, given)
         sides = [_in_order(gold, given), *_without_per_cent(gold, given)]
         return any(verify(*both, **precision(both[0][0], expected), timeout_seconds=None) for both in sides)
 
@@ -412,6 +421,20 @@ def _folds(*sides: Sequence[Any]) -> bool:
             return False
         capitals |= any(name != name.lower() for name in names)
     return capitals
+
+
+def _as_sets(gold: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Both sides, where one is an interval, or a union of some, and the other an inequality of one variable as sets."""
+    from sympy import Interval, Union
+    from sympy.core.relational import Relational
+
+    def of(side: list[Any], other: list[Any]) -> list[Any]:
+        if side and other and isinstance(side[0], Relational) and isinstance(other[0], Interval | Union):
+            with contextlib.suppress(Exception):  # no inequality that sympy solves
+                return [side[0].as_set()]
+        return side
+
+    return of(gold, given), of(given, gold)
 
 
 def _in_order(gold: Sequence[Any], given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
