@@ -103,6 +103,10 @@ def test_a_file_has_its_name_wherever_it_is_read(called: Called, name: str) -> N
     ("method", "path", "sent", "status", "param", "said"),
     [
         ("POST", "files", {"files": {"file": (None, ROWS), "purpose": (None, "fine-tune")}}, 400, "file", "curl -F"),
+        ("POST", "files", {"files": {"file": ("a", ROWS), "color": (None, "red")}}, 400, "color",
+         "color: unknown field; the form has purpose and file"),
+        ("POST", "files", {"files": {"file": ("a", ROWS), "expires_after[anchor]": (None, "created_at")}}, 400,
+         "expires_after[anchor]", "files are kept until they are deleted"),
         ("POST", "files", {"files": {"file": ("a", ROWS)}, "headers": {"Content-Encoding": "gzip"}}, 400, None,
          "Content-Encoding gzip, which is not read"),
         ("GET", "fine_tuning/jobs?after=ftjob-none", {}, 404, "after", "no fine-tuning job"),
@@ -270,10 +274,13 @@ def test_an_unknown_cursor_names_its_argument(called: Called) -> None:
         lambda: jobs.list_events(job, after="ftevent-x"),
         lambda: jobs.checkpoints.list(job, after="ftckpt_x"),
         lambda: called.client.files.list(after="file-x"),
+        lambda: called.client.files.list(after=f"file-{'0' * 64}"),
+        lambda: jobs.list(after="ftjob-x"),
+        lambda: jobs.list(after="x"),
     ):
-        with pytest.raises(openai.BadRequestError) as refused:
+        with pytest.raises(openai.NotFoundError) as refused:  # as an unknown id elsewhere
             call()
-        assert refused.value.param == "after"
+        assert (refused.value.param, refused.value.code) == ("after", "not_found")
 
 
 @pytest.mark.parametrize(

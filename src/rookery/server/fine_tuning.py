@@ -58,6 +58,17 @@ GROUP = 8
 """Replies to one prompt, times ``compute_multiplier``."""
 
 
+class MissingObject(NotFound):
+    """This tenant has nothing by the name that the argument ``param`` gives; in a list, nothing with the id of its
+    ``after``."""
+
+    code = "not_found"
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 def _chosen(value: Any) -> Any:
     """None for ``auto``."""
     return None if value == "auto" else value
@@ -415,13 +426,12 @@ def grader_models(given: Any) -> list[str]:
 
 
 def page_of(rows: Sequence[dict[str, Any]], after: str, limit: int, *, ends: bool = False) -> dict[str, Any]:
-    """A page of ``rows``, all in order. Raises :class:`UnsupportedField` for an ``after`` that is none of
-    them."""
+    """A page of ``rows``, all in order. Raises :class:`MissingObject` for an ``after`` that is none of them."""
     start = 0
     if after:
         start = next((at + 1 for at, row in enumerate(rows) if row["id"] == after), -1)
         if start < 0:
-            raise UnsupportedField(f"after: nothing in this list has the id {after[:80]!r}", "after")
+            raise MissingObject(f"after: nothing in this list has the id {after[:80]!r}", "after")
     data = rows[start : start + limit]
     page: dict[str, Any] = {"object": "list", "data": data, "has_more": start + limit < len(rows)}
     if ends:

@@ -23,7 +23,7 @@ from rookery.environments.models import ModelAnswer, ModelQuestion
 from rookery.environments.verifiers.graders import Graded, OneGrader, check_item, grade
 from rookery.environments.verifiers.parts import spoken
 from rookery.environments.verifiers.running_graders import GraderTools, ModelSilent
-from rookery.errors import NotFound, RookeryError, Unavailable, UserError
+from rookery.errors import NotFound, RookeryError, Unavailable, UserError, short
 from rookery.server.auth import Cursor, Owner, Service, ServiceContext, room_for
 from rookery.server.fine_tuning import (
     FILE,
@@ -31,6 +31,7 @@ from rookery.server.fine_tuning import (
     GraderRun,
     GraderValidate,
     JobCreate,
+    MissingObject,
     Start,
     checkpoint,
     checkpoint_version,
@@ -111,7 +112,9 @@ def _check_field(name: str, value: str) -> None:
         how = "send it as a file of the form, as curl -F file=@PATH does"
         raise UnsupportedField(f"file: it has no file name; {how}", name)
     if name != "purpose":
-        raise UnsupportedField(f"{name[:60]}: files are kept until they are deleted; leave it out", name[:60])
+        kept = name.startswith("expires_after")
+        why = "files are kept until they are deleted" if kept else "unknown field; the form has purpose and file"
+        raise UnsupportedField(f"{short(name)}: {why}; leave it out", short(name))
     if value != PURPOSE:
         given = f"given {value[:40]!r}" if value else "missing"
         raise UnsupportedField(f"purpose: {given}; give {PURPOSE}", "purpose")
@@ -119,7 +122,7 @@ def _check_field(name: str, value: str) -> None:
 
 async def _files(service: ServiceContext, tenant: str, after: str, count: int, *, descending: bool) -> list[UploadRow]:
     """Up to ``count`` of the tenant's datasets, those behind the one with the id ``after``. Raises
-    :class:`UnsupportedField`."""
+    :class:`MissingObject`."""
     cursor: Cursor = ()
     if after:
         try:
@@ -127,7 +130,7 @@ async def _files(service: ServiceContext, tenant: str, after: str, count: int, *
         except MissingObject as error:
             cursor = service.deleted.find(tenant, after)
             if not cursor:
-                raise UnsupportedField(f"after: {error}", "after") from None
+                raise MissingObject(f"after: {error}", "after") from None
     found: list[UploadRow] = []
     while (left := count - len(found)) > 0:
         page = Page(min(left, LONGEST_PAGE), cursor)
@@ -196,16 +199,6 @@ async def delete_file(service: Service, owner: Owner, file_id: str) -> Response:
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
-
-
-class MissingObject(NotFound):
-    """This tenant has nothing by the name that the argument ``param`` gives."""
-
-    code = "not_found"
-
-    def __init__(self, message: str, param: str) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 async def _job(service: ServiceContext, tenant: str, name: str, field: str = "fine_tuning_job_id") -> JobView:
@@ -360,7 +353,7 @@ async def fine_tuning_checkpoints(
     page = Page(limit + 1)
     if after:
         if not (version := checkpoint_version(view, after)):
-            raise UnsupportedField(f"after: nothing in this list has the id {after[:80]!r}", "after")
+            raise MissingObject(f"after: nothing in this list has the id {after[:80]!r}", "after")
         page = Page(limit + 1, (version,))  # also where that is not kept any more
     rows = [checkpoint(view, *one) for one in await queries.checkpoints(owner.id, view.id, policy, page)]
     return json_response(page_of(rows, "", limit, ends=True))
