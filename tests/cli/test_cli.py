@@ -213,6 +213,33 @@ def test_jobs_commands_list_show_and_control(here: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err == "rookery: no job 'nobody'; rookery jobs list shows yours\n"
 
 
+def test_a_name_that_is_nearly_another_is_suggested(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", written(here, job(name="phone-book", stop={"steps": 1}))) == 0
+    assert call("tenants", "add", "phonetics") == 0
+    capsys.readouterr()
+    for command, line in (
+        (("jobs", "show", "phonebook"), "no job 'phonebook'; did you mean phone-book? rookery jobs list shows yours"),
+        (("jobs", "pause", "phone-bok~1"),
+         "no job 'phone-bok~1'; did you mean phone-book? rookery jobs list shows yours"),
+        (("adapters", "download", "Phone-book@1", here / "x"),
+         "no job 'Phone-book'; did you mean phone-book? rookery jobs list shows yours"),
+        (("jobs", "show", ""), "no job ''; rookery jobs list shows yours"),
+        (("tenants", "keys", "phonetic"),
+         "no tenant 'phonetic'; did you mean phonetics? rookery tenants list shows them"),
+    ):  # fmt: skip
+        assert call(*command) == 2
+        assert capsys.readouterr().err == f"rookery: {line}\n"
+
+
+@pytest.mark.parametrize("given", [{"arguments": ["-m", ""]}, {"arguments": ["-m", " "]}, {"stdin": "\n"}], ids=str)
+def test_a_chat_without_a_message_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any]
+) -> None:
+    assert call("chat", MODEL, *given.get("arguments", ()), stdin=given.get("stdin")) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("rookery: no message: give one with --message")
+
+
 class Checked(rookery.Environment):
     """The solver replies, then the verifier; each earns by the length of its reply."""
 
@@ -333,7 +360,7 @@ def test_uploads_are_listed_and_deleted(
     assert call("uploads", "delete", digest, "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"deleted": digest}
     assert call("uploads", "delete", digest) == 2
-    assert capsys.readouterr().err == f"rookery: no upload {digest}\n"
+    assert capsys.readouterr().err == f"rookery: no upload {digest}; rookery uploads list shows yours\n"
 
 
 def test_secrets_are_set_from_standard_input_listed_and_deleted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

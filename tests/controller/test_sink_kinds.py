@@ -359,4 +359,4 @@ def test_secrets_are_set_listed_replaced_and_deleted_and_never_shown(tmp_path: P
         assert client.put("/api/v1/secrets/mine", json={"value": "new"}).status_code == 200
         assert client.delete("/api/v1/secrets/mine").status_code == 204
         gone = client.delete("/api/v1/secrets/mine")
-        assert gone.status_code == 404 and gone.json()["error"] == "no secret 'mine'"
+        assert gone.status_code == 404 and gone.json()["error"] == "no secret 'mine'; rookery secrets list shows yours"

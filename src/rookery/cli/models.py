@@ -106,6 +106,8 @@ def chat(
     chat; piped input is one message."""
     if message is None and not sys.stdin.isatty():
         message = sys.stdin.read().strip()
+    if message is not None and not message.strip():
+        raise UserError("no message: give one with --message, or on standard input")
     messages = [{"role": "system", "content": system}] if system else []
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     if seed is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from getpass import getpass
 from typing import Annotated
 
 import typer
@@ -23,12 +24,19 @@ SecretName = Annotated[str, typer.Argument(metavar="NAME", help="The secret's na
 @with_options
 def set_secret(cli: Cli, name: SecretName) -> None:
     """Store a secret, or replace it. Its text is read from standard input, or asked for: it is in no history."""
-    value = typer.prompt("Secret", hide_input=True) if sys.stdin.isatty() else sys.stdin.read(5000)
+    value = _typed() if sys.stdin.isatty() else sys.stdin.read(5000)
     if not value.strip():
         raise UserError("no secret on standard input; for example: rookery secrets set wandb < key.txt")
     with cli.client() as client:
         client.set_secret(name, value.strip())
     cli.show({"name": name}, f"{name} is set; a job names it as secret of a sink")
+
+
+def _typed() -> str:
+    try:
+        return getpass("Secret: ")
+    except EOFError:
+        return ""
 
 
 @app.command("list")

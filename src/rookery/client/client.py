@@ -9,7 +9,8 @@ import re
 import stat
 import tarfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -19,7 +20,17 @@ from rookery.client.connection import WORK_SECONDS, HttpConnection, Record, Requ
 from rookery.client.job import ENDED, Job, sample, stream, times, write_trace
 from rookery.environments.base import Environment
 from rookery.environments.host import Host
-from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError, count_of, short
+from rookery.errors import (
+    Conflict,
+    NotFound,
+    RookeryError,
+    Unauthorized,
+    Unavailable,
+    UserError,
+    count_of,
+    nearest,
+    short,
+)
 from rookery.folders import named_path, temporary_file
 from rookery.settings import CLIENT_SETTINGS, Settings
 from rookery.spec import values
@@ -48,6 +59,12 @@ HASH = re.compile("[0-9a-f]{64}")
 ROWS_BYTES = 256 << 10
 """Rows that are sent within a job, of each option: the body of a request is bounded, that of an upload far higher."""
 
+
+NEAR_JOBS = 50
+"""The newest jobs, among which the one is looked for that a name of none may mean."""
+
+_EARLIER = re.compile(r"~\d+$")
+"""The end of a name that means an earlier job."""
 
 PIECE = 1 << 16
 """Bytes of a file that are read at once."""
@@ -203,7 +220,7 @@ class Client:
         try:
             return self._job(self._connection.call("GET", f"/api/v1/jobs/{segment('job', id)}"))
         except NotFound:
-            raise NotFound(f"no job {id!r}; rookery jobs list shows yours") from None
+            raise NotFound(f"no job {id!r}; {self._near_job(id)}rookery jobs list shows yours") from None
 
     def jobs(self) -> list[Job]:
         """All jobs of this key's tenant."""
@@ -357,10 +374,19 @@ class Client:
         rows = self.tenants()
         found = [row.id for row in rows if row.id == wanted] or [row.id for row in rows if row.name == wanted]
         if not found:
-            raise NotFound(f"no tenant {wanted!r}; rookery tenants list shows them")
+            near = _near(wanted, (row.name for row in rows))
+            raise NotFound(f"no tenant {wanted!r}; {near}rookery tenants list shows them")
         if len(found) > 1:
             raise Conflict(f"{count_of(len(found), 'tenant')} have the name {wanted!r}; give an id: {', '.join(found)}")
         return str(found[0])
+
+    def _near_job(self, wanted: str) -> str:
+        """The beginning of an advice: the job that a name of none may mean."""
+        with suppress(RookeryError):  # the advice alone is lost
+            newest = self._connection.call("GET", "/api/v1/jobs", params={"limit": NEAR_JOBS})
+            name = _EARLIER.sub("", wanted)
+            return _near(name, [*dict.fromkeys(view.name for view in newest), *(view.id for view in newest)])
+        return ""
 
     def _send_job(self, path: str, spec: Mapping[str, Any], folder: Path | None, headers: dict[str, str]) -> Any:
         """The service's answer to a job. Raises :class:`~rookery.errors.UserError` for a value that is not JSON."""
@@ -411,6 +437,12 @@ class Client:
     def _unhost(self, server: EnvironmentServer) -> None:
         self._hosted.pop(server.name, None)
         server.stop()
+
+
+def _near(wanted: str, known: Iterable[str]) -> str:
+    """The beginning of an advice; empty where no known name is near."""
+    hint = nearest(wanted, known)
+    return f"{hint} " if hint else ""
 
 
 def not_an_environment(given: object) -> str:

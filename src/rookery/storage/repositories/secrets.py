@@ -37,4 +37,4 @@ def secret(connection: Connection, tenant: str, name: str) -> str:
 def delete_secret(connection: Connection, tenant: str, name: str) -> None:
     """Raises :class:`NotFound`."""
     if connection.execute(delete(SecretRow).filter_by(tenant=tenant, name=name)).rowcount == 0:
-        raise NotFound(f"no secret {name!r}")
+        raise NotFound(f"no secret {name!r}; rookery secrets list shows yours")

@@ -230,7 +230,7 @@ def delete_upload(connection: Connection, tenant: str, hash: str) -> str | None:
     """The tenant does not have these bytes any more. Returns the hash if nothing names it now, so that the artifact can
     be deleted. Raises :class:`Conflict` where a job that has not ended names it, :class:`NotFound`."""
     if not rows(connection, UploadRow, tenant=tenant, hash=hash):
-        raise NotFound(f"no upload {hash}")
+        raise NotFound(f"no upload {hash}; rookery uploads list shows yours")
     spec = type_coerce(JobRow.spec, SafeText())  # the database looks through the texts: they may be many megabytes
     using = select(JobRow.id).where(JobRow.tenant == tenant, JobRow.finished.is_(None), spec.contains(hash))
     if (user := connection.execute(using.limit(1)).scalar()) is not None:
