@@ -50,7 +50,8 @@ class Reply:
     logprobs: Sequence[float] = ()
     """The tokens' log-probabilities, where the policy continued ``Step.tokens``."""
     finish: str = ""
-    """Why the reply ended: ``stop`` or ``length``."""
+    """Why the reply ended: ``stop`` or ``length``. Of a reply without tokens, of an environment that
+    ``scores_when_cut``, why there is none: ``max_turns`` or ``context``."""
 
 
 @dataclass
@@ -98,6 +99,11 @@ class Environment:
     deterministic: bool = False
     """True promises that the same prompt, seed and replies always give the same messages and rewards. Episodes whose
     host was lost are then replayed in another host; otherwise they fail and are replaced."""
+
+    scores_when_cut: bool = False
+    """True asks for one more ``step`` where an episode ends before a step is done, because it has had its replies or
+    the context has no room for another one. Its reply has no tokens; the reward and the metrics of its ``Step``
+    count."""
 
     prompt: Any = None
     """This episode's prompt, as JSON gives it back (a tuple has become a list)."""

@@ -203,6 +203,7 @@ class Episodes:
                 observed.reward, observed.done, observed.metrics = step.reward, step.done, step.metrics
                 observed.rewards, observed.policy = step.rewards, step.policy
                 observed.tokens = list(step.tokens)
+                observed.scores_when_cut = episode.environment is not None and episode.environment.scores_when_cut
             except Exception as error:  # user code raised: the error is this call's answer
                 self.failures.report(f"episode {name}", episode.job, error)
                 observed.error = describe_error(error)

@@ -144,7 +144,7 @@ class StepEpisode(Message, kw_only=True):
     logprobs: list[float] = msgspec.field(default_factory=list)
     """Of the tokens, where the reply continues :attr:`Observation.tokens`."""
     finish: str = ""
-    """Why the reply ended."""
+    """Why the reply ended; without tokens, why there is none."""
 
 
 class Observation(EpochMessage, kw_only=True):
@@ -161,6 +161,8 @@ class Observation(EpochMessage, kw_only=True):
     tokens: Annotated[list[Token], msgspec.Meta(max_length=ENTRIES)] = msgspec.field(default_factory=list)
     """Instead of ``messages``: the whole sequence that the policy continues."""
     done: bool = False
+    scores_when_cut: bool = False
+    """An episode that ends before it is ``done`` takes one more step, without a reply, whose rewards count."""
     metrics: Annotated[dict[Name, float], msgspec.Meta(max_length=METRICS)] = msgspec.field(default_factory=dict)
     error: ErrorText = ""
 

@@ -107,6 +107,24 @@ class TestReal:
                 episode = made.episode(made.episodes()[0].episode)
         assert {turn.policy for turn in episode.turns} == {"main", "user"}
 
+    def test_an_episode_that_is_cut_has_the_reward_of_the_library(self, tmp_path: Path) -> None:
+        """Here before the simulated user answers: the only reply to its question is judged."""
+        config = write_model(tmp_path / "cache") / CONFIG
+        config.write_text(config.read_text().replace("512", "4096"))
+        settings = {"verifiers": f"{PYTHON} sums-v1"}
+        with installed(), served(tmp_path, **settings) as service, Client(service.url, service.key) as client:
+            token = (service.settings.data / "worker.token").read_text(encoding="utf-8").strip()
+            with ThreadedWorker(service.url, token, tokenizer(tmp_path), ("1 2 3 4 5 6 7", "no")):
+                wanted = asked(config={"id": "user-sim", "user": {"max_turns": 2}}, max_turns=2, agent="assistant")
+                wanted["policies"] |= {"user": {"train": False, "base": True}}
+                made = client.submit(wanted)
+                until(lambda: made.show().state in ("completed", "paused", "failed"), patience=SECONDS)
+                assert made.show().state == "completed", made.show().reason
+                episodes = [made.episode(one.episode) for one in made.episodes()]
+        assert all([turn.policy for turn in one.turns] == ["user", "main"] for one in episodes)
+        right = {one.messages[one.turns[1].message].content.startswith("1"): one.reward for one in episodes}
+        assert right == {True: 1.0, False: 0.0} and {one.finish for one in episodes} == {"max_turns"}
+
     @pytest.mark.skipif(not OLD.exists(), reason="verifiers 0.1 is not here: make test-environments")
     def test_classes_of_the_old_library_need_the_lines_of_the_docs(self) -> None:
         script, page = Path(__file__).with_name("old_classes.py"), ROOT / "docs" / "environments.md"
@@ -146,6 +164,40 @@ def test_an_environment_may_render_itself(tmp_path: Path) -> None:
         shown = [made.episode(row.episode) for row in made.episodes()]
     assert all(row["turns_mean"] == 2 and row["reward/again"] == 1 for row in rows), rows
     assert all(len(one.trajectories) == 1 for one in shown), "the second turn continues the first"
+
+
+class RewardsLast(Tokens):
+    """Never ends an episode, and knows what it earned."""
+
+    scores_when_cut = True
+
+    def step(self, reply: Reply) -> Step:
+        if reply.finish in ("max_turns", "context"):
+            assert reply.turn > 0 and not reply.tokens and not reply.text
+            return Step(reward=0.25 * reply.turn, metrics={reply.finish: 1.0}, rewards={"main": 0.5})
+        self.tokens = [*self.tokens, *reply.tokens, *[68] * self.prompt["number"]]
+        return Step(tokens=self.tokens, reward=0.125, metrics={"again": 1.0})
+
+
+@pytest.mark.parametrize(("number", "finish", "turns"), [(1, "max_turns", 3), (300, "context", 2)])
+def test_an_episode_that_is_cut_has_the_last_reward_of_its_environment(
+    number: int, finish: str, turns: int, tmp_path: Path
+) -> None:
+    class One(RewardsLast):
+        def prompts(self, split: Split) -> list[Any]:
+            return [{"number": number}]
+
+        def reset(self, prompt: Any, seed: int) -> Step:
+            self.tokens = [65, 66]
+            return Step(tokens=self.tokens)
+
+    with served(tmp_path) as service, Client(service.url, service.key) as client, ThreadedWorker.of(service):
+        made = client.train(**{**job(), "environment": {"hosted": One(), "max_turns": 3}, "evaluation": {}})
+        assert made.wait(timeout=100).state == "completed", made.show().reason
+        episode = made.episode(made.episodes()[0].episode)
+    assert episode.reward == 0.125 * turns + 0.25 * turns + 0.5 and episode.metrics[finish] == 1.0
+    assert [turn.reward for turn in episode.turns] == [0.125] * (turns - 1) + [0.125 + 0.25 * turns]
+    assert episode.turns[-1].rewards == {"main": 0.5} and episode.finish == finish
 
 
 @pytest.mark.parametrize("tokens", [[True], [1.5], [-1], ["a"]])

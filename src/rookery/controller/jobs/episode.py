@@ -71,6 +71,16 @@ class _Sequence:
     messages: int = 0
 
 
+@dataclass
+class _Earned:
+    """The sums over the steps of an environment."""
+
+    reward: float = 0.0
+    rewards: dict[str, float] = field(default_factory=dict)
+    """By policy, in addition."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
 class StoredEpisode:
     """The record of an episode of a group: its turns are stored, and a second attempt takes up those stored before."""
 
@@ -308,9 +318,7 @@ class Episode:
         sequences: list[_Sequence] = []
         steps: list[TurnRecord] = []
         speakers: list[str] = []
-        metrics: dict[str, float] = {}
-        reward, finish, self.splits = 0.0, "max_turns", 0
-        rewards: dict[str, float] = {}
+        earned, finish, self.splits = _Earned(), "max_turns", 0
         observation = await self._observe(host, job.environment.reset(self.id, self.prompt, self.environment_seed))
         conversation = list(observation.messages)
         speaker = self._policy(observation.policy or job.first.name, 0)
@@ -345,15 +353,7 @@ class Episode:
                 )
             )  # fmt: skip
             speaker = self._policy(observation.policy or job.first.name, turn + 1)  # also where nobody replies any more
-            self._check_rewards([observation.reward, *observation.rewards.values()], f" in turn {turn}")
-            reward += observation.reward
-            for name, value in observation.rewards.items():
-                rewards[self._policy(name, turn).name] = rewards.get(name, 0.0) + value
-            totals = [reward, *(reward + of_policy for of_policy in rewards.values())]
-            self._check_rewards(totals, f" in turn {turn}")
-            metrics.update(observation.metrics)
-            if problem := metrics_problem(metrics):
-                raise EpisodeFailed(f"the environment {problem}")
+            self._add(earned, observation, turn)
             conversation += observation.messages
             if observation.done:
                 finish = "done"
@@ -361,8 +361,10 @@ class Episode:
             if not observation.messages and not observation.tokens:
                 raise EpisodeFailed(f"the environment's step {turn} is not done and has no messages to go on with")
         if finish != "done" and observation.policy and observation.policy == job.spec.environment.judge:
-            metrics["unjudged"] = 1.0  # the judge was asked, and has no room or no turn for its answer
-        for name in rewards:
+            earned.metrics["unjudged"] = 1.0  # the judge was asked, and has no room or no turn for its answer
+        if finish != "done" and observation.scores_when_cut:
+            await self._score(host, earned, steps, conversation, finish)
+        for name in earned.rewards:
             if name not in speakers:
                 raise EpisodeFailed(
                     f"{job.environment.name} rewards the policy {name!r}, which has no reply in the episode; reward"
@@ -371,9 +373,39 @@ class Episode:
         replies = [reply.text for reply in self.turns]
         trajectories = [sequence.tokens for sequence in sequences]
         return EpisodeResult(
-            trajectories, conversation, replies, reward, metrics, finish, dict(self.seconds), steps, rewards,
-            speakers,
+            trajectories, conversation, replies, earned.reward, earned.metrics, finish, dict(self.seconds), steps,
+            earned.rewards, speakers,
         )  # fmt: skip
+
+    def _add(self, earned: _Earned, observed: protocol.Observation, turn: int) -> None:
+        """Add the rewards and metrics of a step. Raises :class:`EpisodeFailed`."""
+        self._check_rewards([observed.reward, *observed.rewards.values()], f" in turn {turn}")
+        earned.reward += observed.reward
+        for name, value in observed.rewards.items():
+            earned.rewards[self._policy(name, turn).name] = earned.rewards.get(name, 0.0) + value
+        totals = [earned.reward, *(earned.reward + of_policy for of_policy in earned.rewards.values())]
+        self._check_rewards(totals, f" in turn {turn}")
+        earned.metrics.update(observed.metrics)
+        if problem := metrics_problem(earned.metrics):
+            raise EpisodeFailed(f"the environment {problem}")
+
+    async def _score(
+        self, host: EnvironmentHost, earned: _Earned, steps: list[TurnRecord],
+        conversation: list[protocol.ChatMessage], finish: str,
+    ) -> None:  # fmt: skip
+        """Ask the environment for the rewards of an episode that ``finish`` ends before its end. They count in the last
+        step."""
+        before, turn, last = self.seconds["environment"], len(steps), steps[-1]
+        cut = protocol.StepEpisode(
+            call="", episode=self.id, turn=turn, text="", tokens=[], messages=conversation, finish=finish
+        )
+        observed = await self._observe(host, cut)
+        self._add(earned, observed, turn)
+        last.reward += observed.reward
+        last.metrics.update(observed.metrics)
+        for name, value in observed.rewards.items():
+            last.rewards[name] = last.rewards.get(name, 0.0) + value
+        last.environment_seconds += self.seconds["environment"] - before
 
     def _policy(self, name: str, turn: int) -> JobPolicy:
         """The policy of the job that the environment names."""

@@ -108,8 +108,14 @@ def policy_of(agent: str, others: Sequence[str], policies: Sequence[str], traine
     raise UserError(f"environment.agent: {fault}; name a policy {agent}, as the role that is trained")
 
 
+CUT = "no further reply is given ({finish}), as if the maximum context length were reached"
+"""The error of a call that gets no reply. By the last words the library ends the rollout in order, and scores it."""
+
+
 class Verifiers(Environment):
     """One episode of an environment of verifiers."""
+
+    scores_when_cut = True
 
     def __init__(self, options: VerifiersOptions) -> None:
         """Starts the environment's process. Blocks; raises :class:`UserError`."""
@@ -159,9 +165,20 @@ class Verifiers(Environment):
 
     async def step(self, reply: Reply) -> Step:
         assert self._process is not None
+        if not reply.tokens:
+            return await self._cut(reply.finish)
         answer = {"tokens": list(reply.tokens), "logprobs": list(reply.logprobs), "finish": reply.finish}
         self._process.send({"reply": self._call, **answer})
         return await self._next()
+
+    async def _cut(self, finish: str) -> Step:
+        """The end of an episode that gets no further reply: none of its calls does."""
+        assert self._process is not None
+        while True:
+            self._process.send({"reply": self._call, "error": CUT.format(finish=finish)})
+            step = await self._next()
+            if step.done:
+                return step
 
     async def close(self) -> None:
         process, self._process = self._process, None
