@@ -6,12 +6,16 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import jsonschema_rs
 import openai
 import pytest
 from openai import OpenAI
+from openai.types.chat import completion_create_params
+from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
+from openai.types.responses import response_create_params
 from tests.support.faces import MODEL, ThreadedWorker, served, tokenizer
 from tests.support.small_model import save_small_model
 from tests.support.waiting import until
@@ -445,6 +449,35 @@ def test_an_unknown_field_is_refused_in_every_model_of_a_request(small: tuple[Op
             assert (refused.value.param, refused.value.code) == (name, "unknown_parameter")
             del given["no_such_field"]
     assert found == set().union(*(models_of(kind) for _, kind, _ in WHOLE))
+
+
+SENT = {
+    "/v1/chat/completions": completion_create_params.CompletionCreateParamsNonStreaming,
+    "/v1/completions": TextParams,
+    "/v1/responses": response_create_params.ResponseCreateParamsNonStreaming,
+}
+"""The parameters of the SDK by path."""
+
+
+@pytest.mark.parametrize(("path", "kind", "body"), [WHOLE[1], WHOLE[2], WHOLE[4]], ids=SENT)
+def test_every_parameter_of_the_sdk_is_read_refused_or_documented_as_without_effect(
+    scripted: OpenAI, path: str, kind: type[OpenAIModel], body: dict[str, Any]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    plain, read = {"model": MODEL, **body, "stream": False, "stream_options": None}, kind.model_fields
+    url, names = f"{str(scripted.base_url).partition('/v1')[0]}{path}", SENT[path].__annotations__
+    assert {"model", "user", "top_p"} <= names.keys()
+    for name in names:
+        if name in read:
+            accepted = (read[name].description or "").startswith("No effect")
+        else:
+            try:
+                scripted.post(url, body={**plain, name: {"a": 1}}, cast_to=object)
+                accepted = True
+            except openai.BadRequestError as refused:
+                accepted = False
+                assert refused.param == name and refused.message.count(name), refused.message
+        assert not accepted or f"`{name}`" in page, f"docs/serving.md: {name} has no effect"
 
 
 def test_fields_that_clients_send_back_are_accepted(small: tuple[OpenAI, str]) -> None:
