@@ -113,6 +113,21 @@ NUMBERED = f"""() => {{ {TOOLS}
 }}"""  # noqa: E501
 
 
+OF_A_MOUSE = re.compile(r"(?i)\b(mouse|point at|drag to zoom|double-click|click|arrow keys|arrows|keyboard)\b")
+"""Words of hints that a finger cannot follow."""
+
+
+SPAN = """() => {
+  const canvas = document.querySelector(".lanes canvas"), scale = canvas.width / canvas.clientWidth, edge = Math.ceil(90 * scale);
+  const { data, width, height } = canvas.getContext("2d").getImageData(edge, 0, canvas.width - edge, canvas.height);
+  for (let at = Math.ceil(40 * scale) * width; at < width * height; at++) {
+    const [red, green, blue] = data.subarray(4 * at, 4 * at + 3);
+    if (Math.max(red, green, blue) - Math.min(red, green, blue) > 100) return [(edge + (at % width)) / scale, Math.floor(at / width) / scale];
+  }
+}"""  # noqa: E501
+"""Where a picture of lanes has something coloured under its first head."""
+
+
 @pytest.fixture(params=[360, 1360])
 def wide(request: pytest.FixtureRequest, chromium: Any, town: Town) -> Iterator[Any]:
     yield from signed_in(chromium, town, viewport={"width": request.param, "height": 800})
@@ -147,6 +162,27 @@ def test_nothing_is_cut_or_covered_on_a_phone_and_on_a_screen(wide: Any, town: T
         view: problems for view in each_view(wide, town) if (problems := wide.evaluate(CUT) + wide.evaluate(COVERED))
     }
     assert found == {}
+
+
+def test_hints_of_a_phone_suit_a_finger(chromium: Any, town: Town) -> None:
+    phone = {"viewport": {"width": 390, "height": 800}, "is_mobile": True, "has_touch": True}
+    for page in signed_in(chromium, town, **phone):
+        found = {
+            view: lines
+            for view in each_view(page, town)
+            if (lines := [one for one in page.locator("main").inner_text().splitlines() if OF_A_MOUSE.search(one)])
+        }
+        assert found == {}
+        page.goto(f"{town.service.url}/#/run/{town.done.id}/timeline")
+        page.wait_for_selector(".lanes canvas")
+        page.locator(".touch >> text=Touch a span").scroll_into_view_if_needed()
+        across, down = page.evaluate(SPAN)
+        page.locator(".lanes canvas").tap(position={"x": across, "y": down})
+        page.wait_for_selector("p.about >> text=worker scripted")
+        page.goto(f"{town.service.url}/#/run/{town.done.id}")
+        page.wait_for_selector(".charts .touch, .bar .touch")
+        page.locator(".chart .u-over").first.tap()
+        page.wait_for_selector("h2 >> text=Groups of step")
 
 
 def test_every_text_has_enough_contrast_in_light_and_dark(colored: Any, town: Town) -> None:

@@ -81,7 +81,7 @@ export function Chat({ query, account }) {
           ${turn.samples.length > 1 && html`<button class="small" aria-pressed=${at === turn.chosen} onClick=${() => choose(side, place, at)}>${at === turn.chosen ? "goes on from this" : "go on from this"}</button>`}
           <${Tokens} sample=${sample} /></article>`)}</div></div>`)}
       ${!users && html`<p class="muted small">${target ? "Its replies stand here, each token with its log-probability." : "Choose a base model, or a version of a run."}</p>`}</section>`)}</div>
-    ${users && html`<p class="muted small">The stronger the color of a token, the less likely it was; point at it, or use the arrow keys, for its log-probability.</p>`}
+    ${users && html`<p class="muted small">The stronger the color of a token, the less likely it was; <span class="mouse">point at it, or use the arrow keys,</span><span class="touch">touch it</span> for its log-probability.</p>`}
     <form class="bar say" onSubmit=${send}><label class="grow"><span class="skip">Message</span><textarea rows="2" aria-label="Message" placeholder=${targets.every(Boolean) ? "A message to both" : "A message"} value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${(event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event); }}></textarea></label>${busy ? html`<button type="button" onClick=${() => busy.abort()}>Stop</button>` : html`<button class="main" disabled=${targets.every((one) => !one)}>Send</button>`}</form>`;
 }
 

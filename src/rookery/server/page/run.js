@@ -96,7 +96,7 @@ function Overview({ job, view, stream }) {
   return html`
     <${Health} job=${job} view=${view} />
     <div class="bar"><${Axis} steps=${steps} weight=${weight} onWeight=${setWeight} zoom=${zoom} onZoom=${setZoom} />
-      <span class="muted small right mouse">drag to zoom, double-click to show all${rowsOnly ? "" : ", click to open a step"}</span></div>
+      <span class="muted small right mouse">drag to zoom, double-click to show all${rowsOnly ? "" : ", click to open a step"}</span>${!rowsOnly && html`<span class="muted small touch">touch a step to open it</span>`}</div>
     <div class="charts">${charts.filter((chart) => !chart.environment).map(draw)}</div>
     ${environment.length > 0 && html`<h2>Metrics of the environment</h2><div class="charts">${environment.map(draw)}</div>`}
     <h2>Newest steps</h2>

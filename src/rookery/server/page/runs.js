@@ -54,7 +54,7 @@ function Row({ run, tenant, chosen, onToggle }) {
   const where = run.state === "queued" || run.state === "paused" ? `for ${ago(run.since)}` : "";
   return html`<tr>
     <td><input type="checkbox" checked=${chosen} onChange=${onToggle} aria-label=${`Compare ${run.name}`} /></td>
-    <td class="wrap"><a href=${route(["run", run.id])}>${run.name}</a><div class="muted small">${run.base_model}</div></td>
+    <td class="wrap run"><a href=${route(["run", run.id])}>${run.name}</a><div class="muted small">${run.base_model}</div></td>
     ${tenant && html`<td>${run.tenant}</td>`}
     <td><${Badge} state=${run.state} /></td>
     <td class="number">${count(run.step)}${run.steps ? ` / ${count(run.steps)}` : ""}<${Progress} done=${run.step} all=${run.steps} /></td>

@@ -19,7 +19,7 @@ export function Tenants() {
   return html`<div class="bar"><h1>Tenants</h1><form class="bar right" onSubmit=${add}><input aria-label="Name of a new tenant" placeholder="name" value=${name} onInput=${(event) => setName(event.target.value)} required /><button>Add tenant</button></form></div>
     <${Problem} error=${problem} />
     <${Scroll} label="Tenants"><table><thead><tr><th>Tenant</th><th class="number">Tokens today</th><th class="number">Requests</th><th class="number">Service time</th>${SHOWN.map((one) => html`<th class="number">${one.replaceAll("_", " ")}</th>`)}<th>Since</th></tr></thead>
-      <tbody>${data.map((one) => html`<tr key=${one.id}><td><button aria-expanded=${one.id === open} onClick=${() => setOpen(one.id === open ? "" : one.id)}>${one.name}</button></td><td class="number">${count(one.tokens_today)}</td><td class="number">${one.requests}</td><td class="number">${duration(one.service_seconds)}</td>
+      <tbody>${data.map((one) => html`<tr key=${one.id}><td class="wrap"><button aria-expanded=${one.id === open} onClick=${() => setOpen(one.id === open ? "" : one.id)}>${one.name}</button></td><td class="number">${count(one.tokens_today)}</td><td class="number">${one.requests}</td><td class="number">${duration(one.service_seconds)}</td>
         ${SHOWN.map((limit) => html`<td class="number">${limited(one.limits[limit]) || limit !== "tokens_per_day" && one.limits[limit] < 1e15 ? number(one.limits[limit], 1) : "–"}${limit in one.overrides ? " *" : ""}</td>`)}<td class="small">${time(one.created)}</td></tr>`)}</tbody></table><//>
     <p class="muted small">* differs from the service's setting. A name opens its keys and limits.</p>
     ${chosen && html`<${Tenant} key=${chosen.id} tenant=${chosen} reload=${reload} />`}`;

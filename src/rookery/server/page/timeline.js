@@ -6,7 +6,7 @@ import { duration, percent, route, time } from "./format.js";
 import { KINDS, LANES_SHOWN, MARKS, about, lanesOf, moved, packed, scaleOf, seconds, ticks, within, zoomed } from "./lanes.js";
 import { Empty, Loading, Problem, Scroll, html, useTheme } from "./parts.js";
 
-const STRIP = 12, HEAD = 17, AXIS = 22, GAP = 7; // pixels
+const STRIP = 12, HEAD = 17, AXIS = 22, GAP = 7, FINGER = 10; // pixels; a finger means a span within the last
 const LIVE = 2000, COLUMNS = 1200;
 const SPANS = [[60, "1 minute"], [600, "10 minutes"], [3600, "1 hour"], [86400, "1 day"]];
 
@@ -40,7 +40,7 @@ export function Timeline({ path = "/api/v1/timeline", trace = "/api/v1/timeline/
     ${shown.complete_from > now.start && html`<p class="notice warn small" role="status">Spans before ${time(shown.complete_from)} are left out, as there are too many: choose a shorter time.</p>`}
     ${lanes.length === 0 ? html`<${Empty}>${shown.oldest > now.end ? `Nothing of this time is kept: what is kept begins at ${time(shown.oldest)}. ` : "Nothing happened in this time. "}${(shown.oldest < now.start || shown.oldest > now.end) && html`<button onClick=${all}>Show all that is kept</button>`}<//>` : html`
       <${Lanes} lanes=${lanes.slice(0, LANES_SHOWN)} view=${now} onView=${go} onAll=${all} onAt=${setAt} />
-      <p class="small about" aria-live="polite">${at ? html`${about(at, names)}${at.job && !job && at.job.startsWith("job-") ? html` · <a href=${route(["run", at.job])}>open the run</a>` : ""}` : html`<span class="muted">Point at a span. Drag to zoom, double-click to show all; with the keyboard: arrows, + and −.</span>`}</p>
+      <p class="small about" aria-live="polite">${at ? html`${about(at, names)}${at.job && !job && at.job.startsWith("job-") ? html` · <a href=${route(["run", at.job])}>open the run</a>` : ""}` : html`<span class="muted mouse">Point at a span. Drag to zoom, double-click to show all; with the keyboard: arrows, + and −.</span><span class="muted touch">Touch a span for what it is; drag across to zoom.</span>`}</p>
       ${lanes.length > LANES_SHOWN && html`<p class="muted small">${lanes.length - LANES_SHOWN} lanes more are in the table.</p>`}
       <${Shares} lanes=${lanes} view=${now} />`}`;
 }
@@ -58,7 +58,8 @@ function Lanes({ lanes, view, onView, onAll, onAt }) {
   useEffect(() => { if (width) spots.current = draw(canvas.current, lanes, view, width, height); });
   const share = (event) => Math.min(1, Math.max(0, (event.offsetX - left) / (width - left)));
   const find = (event) => {
-    const hit = (spot) => event.offsetX >= spot.x - 2 && event.offsetX <= spot.x + spot.width + 2 && event.offsetY >= spot.y && event.offsetY <= spot.y + spot.height;
+    const reach = event.pointerType === "touch" ? FINGER : 2; // pixels
+    const hit = (spot) => event.offsetX >= spot.x - reach && event.offsetX <= spot.x + spot.width + reach && event.offsetY >= spot.y && event.offsetY <= spot.y + spot.height;
     onAt(spots.current.findLast(hit)?.span ?? null);
   };
   const band = (event) => {
@@ -67,10 +68,11 @@ function Lanes({ lanes, view, onView, onAll, onAt }) {
     draw(canvas.current, lanes, view, width, height, drag.current);
     return undefined;
   };
-  const release = () => {
+  const release = (event) => {
     const { from, to } = drag.current ?? {}, length = view.end - view.start;
     drag.current = null;
-    if (from === undefined || Math.abs(to - from) * (width - left) < 5) return;
+    if (from === undefined) return;
+    if (Math.abs(to - from) * (width - left) < 5) { find(event); return; }
     const [a, b] = [Math.min(from, to), Math.max(from, to)];
     onView(zoomed({ start: view.start + a * length, end: view.start + b * length }, 1));
   };
@@ -79,7 +81,7 @@ function Lanes({ lanes, view, onView, onAll, onAt }) {
     if (to) { event.preventDefault(); onView(to()); }
   };
   const label = `Timeline of ${lanes.length} lanes over ${duration(view.end - view.start)}; the table below has its figures`;
-  return html`<div class="panel"><div class="lanes"><canvas ref=${canvas} height=${height} tabindex="0" role="img" aria-label=${label} onKeyDown=${key} onPointerMove=${band} onPointerLeave=${() => onAt(null)}
+  return html`<div class="panel"><div class="lanes"><canvas ref=${canvas} height=${height} tabindex="0" role="img" aria-label=${label} onKeyDown=${key} onPointerMove=${band} onPointerLeave=${(event) => { if (event.pointerType !== "touch") onAt(null); }}
     onPointerDown=${(event) => { drag.current = { from: share(event), to: share(event) }; event.target.setPointerCapture(event.pointerId); }} onPointerUp=${release} onPointerCancel=${() => { drag.current = null; }} onDblClick=${onAll}></canvas></div></div>`;
 }
 
