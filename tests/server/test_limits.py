@@ -124,7 +124,9 @@ def tenant_models(client: httpx.Client) -> str:
 
 
 def metric(service: EmbeddedService, name: str) -> float:
-    found = re.search(rf"^rookery_{name} (\S+)$", httpx.get(f"{service.url}/metrics", timeout=60).text, re.MULTILINE)
+    with httpx.Client(verify=False, timeout=60) as http:  # no certificates are read, which takes 24 ms
+        text = http.get(f"{service.url}/metrics").text
+    found = re.search(rf"^rookery_{name} (\S+)$", text, re.MULTILINE)
     assert found is not None, name
     return float(found[1])
 
