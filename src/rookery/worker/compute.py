@@ -175,7 +175,8 @@ class Compute:
         self._beside_seconds = 0.0
         self._late: TimeSlice | None = None
         """Engine or trainer, while turns bring it level with its share."""
-        self._lane_failure: BaseException | None = None
+        self._engine_failure: BaseException | None = None
+        """Of a slice of its lane, or of one between two layers of a training slice."""
         self._chunks: list[protocol.TokenChunk] = []
         self._results: list[TrainerResult] = []
         self.threads = 0
@@ -273,8 +274,8 @@ class Compute:
             finally:
                 self._recall(core)
                 core.engine.close()
-            if self._lane_failure is not None:
-                raise self._lane_failure
+            if self._engine_failure is not None:
+                raise self._engine_failure
         except BaseException as error:
             self.failure = error
             if not self.ready.done():
@@ -300,7 +301,7 @@ class Compute:
                 self._publish(core, stepped=False)
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._calls or self._stopping or self._lane_failure or engine.busy() or trainer.busy()
+                    lambda: self._calls or self._stopping or self._engine_failure or engine.busy() or trainer.busy()
                 )
                 if self._stopping:
                     return
@@ -310,7 +311,7 @@ class Compute:
                 self._step(core, trainer)
                 continue
             self._recall(core)
-            if self._lane_failure is not None:
+            if self._engine_failure is not None:
                 return
             core.gate.training_waits = False
             self._divide(core)
@@ -416,7 +417,7 @@ class Compute:
             self._answer(core, calls)
             return
         self._recall(core)
-        stepped = self._lane_failure is None
+        stepped = self._engine_failure is None
         while stepped and not self._stopping:
             with self._changed:
                 calls = self._take_calls(within=True)
@@ -429,7 +430,10 @@ class Compute:
                 core.gate.training_waits = trainers_turn
             elif trainers_turn or not core.time.only_in_engine:
                 break
-            stepped = self._step(core, engine)
+            try:
+                stepped = self._step(core, engine)
+            except BaseException as error:  # the trainer would take it for one of its pass
+                self._engine_failure, stepped = error, False
         core.gate.training_waits = False
         trainer.charged = trainer.began = time.perf_counter()
 
@@ -455,7 +459,7 @@ class Compute:
     def _runs_beside(self, core: WorkerCore) -> bool:
         """Whether the trainer's slice, or its next layer, runs beside the engine's; then the engine is lent, if it has
         work."""
-        threads = 0 if self._stopping or self._lane_failure is not None else self._engine_threads(core)
+        threads = 0 if self._stopping or self._engine_failure is not None else self._engine_threads(core)
         if self._lane is None:
             with self._changed:
                 work = self._engine_has_work()
@@ -543,7 +547,7 @@ class Compute:
                         self._step(core, engine, lane=True)
         except BaseException as error:
             with self._changed:
-                self._lane_failure = error
+                self._engine_failure = error
                 self._changed.notify_all()
 
     def _describe_lanes(self, core: WorkerCore) -> str:
