@@ -20,6 +20,7 @@ Promises:
   that would break one's objective waits, as does its rest between two layers, where the trainer allows it; rollouts
   wait with it, for as long as the shares allow. So does the rest of one, in turns, while it is the engine's turn, for a
   tenant that only has rollouts.
+* The time for which the process is stopped (:mod:`rookery.worker.running_time`) is no slice's.
 * Text, log-probabilities and gradients are the same bits in both modes, on the CPUs where lanes are possible
   (:mod:`rookery.worker.teams`). On a GPU the lane has a separate stream, which has not been measured.
 * Without work the threads sleep until the next call.
@@ -58,6 +59,7 @@ from rookery.worker.core import NO_TRAINING, WorkerCore, load_core
 from rookery.worker.device import own_stream
 from rookery.worker.failures import WorkerBroken
 from rookery.worker.lane_plan import LanePlan, lane_threads, parts_of, splits, trainer_threads
+from rookery.worker.running_time import running_time
 from rookery.worker.trainer.operation_queue import TrainerResult
 from rookery.worker.transfer.http import is_plain, one_line
 
@@ -118,7 +120,7 @@ class Lane:
     parts: tuple[float, float]
     """Of the device, that the lane and the trainer beside it compute with."""
     thread: threading.Thread = field(init=False)
-    began: float = field(default_factory=time.perf_counter)
+    began: float = field(default_factory=running_time)
     computes: bool = True
     """Whether it computes now, rather than waits for work."""
     recalled: bool = False
@@ -191,6 +193,7 @@ class Compute:
         self._thread = threading.Thread(target=self._main, name="compute", daemon=True)
 
     def start(self) -> None:
+        running_time.watch()
         self._thread.start()
 
     def stop(self) -> None:
@@ -354,7 +357,7 @@ class Compute:
 
     def _step(self, core: WorkerCore, chosen: TimeSlice, *, lane: bool = False) -> bool:
         threads, trained = self._lane_threads, core.queue.gauges().get(TRAINED, 0.0) if not lane else 0.0
-        chosen.charged = chosen.began = time.perf_counter()
+        chosen.charged = chosen.began = running_time()
         chosen.present, chosen.full = 0.0, True
         stepped = chosen.steppable.step()
         self._charge(core, chosen)
@@ -385,10 +388,11 @@ class Compute:
 
     def _charge(self, core: WorkerCore, used: TimeSlice) -> None:
         """The time since the last call is that of ``used``."""
-        now = time.perf_counter()
+        now = running_time()
         spent, used.charged = now - used.charged, now
         engine, trainer = self._slices
-        own = spent * (self._lane.parts[used is trainer] if self._lane is not None else 1.0)
+        lane = self._lane
+        own = spent * (lane.parts[used is trainer] if lane is not None else 1.0)
         with self._changed:
             if core.gate.training_waits:  # rollouts make room for training: the time is training's
                 trainer.charge(own)
@@ -435,7 +439,7 @@ class Compute:
             except BaseException as error:  # the trainer would take it for one of its pass
                 self._engine_failure, stepped = error, False
         core.gate.training_waits = False
-        trainer.charged = trainer.began = time.perf_counter()
+        trainer.charged = trainer.began = running_time()
 
     # --- the engine lane --------------------------------------------------------------------------------------------
 
@@ -521,7 +525,7 @@ class Compute:
             self._changed.notify_all()
         lane.thread.join()  # its team ends with it
         core.gate.beside = False
-        self._beside_seconds += time.perf_counter() - lane.began
+        self._beside_seconds += running_time() - lane.began
         if core.implementation.device.startswith("cuda"):
             torch.cuda.synchronize()
         with self._changed:
@@ -657,7 +661,7 @@ class Compute:
 
 def _stuck(used: TimeSlice) -> bool:
     began = used.began
-    return began is not None and time.perf_counter() - began > STUCK_SECONDS
+    return began is not None and running_time() - began > STUCK_SECONDS
 
 
 def _innermost(ident: int | None) -> str:

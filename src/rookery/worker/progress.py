@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 
 from rookery.bounds import LINE
 from rookery.worker.compute import Compute
+from rookery.worker.running_time import running_time
 
 log = logging.getLogger("rookery.worker.progress")
 
@@ -25,7 +25,7 @@ LOOK_SECONDS = 1.0
 
 
 class ProgressWatch:
-    def __init__(self, compute: Compute, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, compute: Compute, clock: Callable[[], float] = running_time) -> None:
         self._compute = compute
         self._clock = clock
         self._progress = -1

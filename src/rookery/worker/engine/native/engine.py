@@ -57,6 +57,7 @@ from rookery.worker.engine.sampler import SampledTokens, SamplingKey
 from rookery.worker.engine.sequences import SequenceChunk
 from rookery.worker.engine.slo_gate import SloGate
 from rookery.worker.memory import MemoryUse, TooSmall
+from rookery.worker.running_time import running_time
 
 log = logging.getLogger("rookery.engine")
 
@@ -322,10 +323,10 @@ class NativeEngine:
 
     def _timed(self, kind: Kind, work: Callable[[], int]) -> bool:
         """Whether ``work`` computed any tokens."""
-        start = time.perf_counter()
+        start = running_time()
         size = work()
         device.finish(self.decoder.device)
-        seconds = time.perf_counter() - start
+        seconds = running_time() - start
         self.stats[f"{kind}_seconds"] += seconds
         if size:
             tokens = max(1, self._computed.total())
