@@ -116,6 +116,41 @@ def test_slices_with_fewer_cores_teach_nothing_of_those_with_all() -> None:
     assert planned.decide({"a": 16}, ["b"]).why == "nothing gains"
 
 
+def test_a_slice_of_the_trainer_corrects_the_work_that_ran_beside_it() -> None:
+    """Prompts slow training more than decoding does, and both are in the engine of a worker."""
+    table, costs = SlowdownTable(), CostTable()
+    costs.record("decode", 16, STEP)
+    costs.record("prefill", 512, 10 * STEP)
+    for kind, rows in (("decode", 16), ("prefill", 0)):
+        table.record(1, kind, rows, engine=1.5, trainer=1.5)  # type: ignore[arg-type]
+    planned = LanePlan(splits(2), table, costs, 1, Moment())
+    work(planned, "b", passes=1)
+    for _ in range(40):
+        planned.on_engine("decode", 16, 1.5 * STEP, 1, {"a": 16})
+        work(planned, "b", passes=1, threads=1, slow=1.5)
+        planned.on_engine("decode", 16, 1.5 * STEP, 1, {"a": 16})
+        planned.on_engine("prefill", 512, 15 * STEP, 1, {"a": 512})
+        work(planned, "b", passes=2, threads=1, slow=2.5)  # during the second one no slice of the engine ends
+    assert planned.table.slowdown(1, "decode", 16) == pytest.approx((1.5, 1.5), rel=0.01)
+    assert planned.table.slowdown(1, "prefill", 0) == pytest.approx((1.5, 2.5), rel=0.01)
+
+
+def test_an_optimizer_step_beside_decoding_counts_as_its_time_alone() -> None:
+    found: dict[str, float] = {}
+
+    class Recorded(StagePredictor):
+        def record(self, name: str, seconds: float) -> None:
+            found[name] = seconds
+
+    table = SlowdownTable()
+    table.record(1, "decode", 16, engine=1.6, trainer=1.7)
+    planned = LanePlan(splits(2), table, CostTable(), 1, Moment(), Recorded())
+    planned.end_stages("trainer", ["b"])
+    planned.on_trainer(0.34, {"b": 64.0}, 0.0, 1, 16)
+    planned.end_stages("trainer", [])
+    assert found == {"b optimizer": pytest.approx(0.2)}
+
+
 def test_work_of_a_tenant_in_a_shared_batch_is_that_of_its_rows() -> None:
     found: dict[str, float] = {}
 

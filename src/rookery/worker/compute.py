@@ -28,7 +28,7 @@ Promises:
   being empty.
 * An exception in a call is raised to the task that awaits it; one in a posted function is logged and counted. An
   exception in a slice, or one in a call that breaks the worker, ends both threads: ``failure`` holds it, and the outbox
-  stays readable.
+  stays readable. One of the engine within a training slice is never taken for one of the training operation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ import asyncio
 import logging
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -406,7 +405,7 @@ class Compute:
                 core.time.charge(own, core.queue.tenant_tokens())
         used.seconds += spent
         used.present += spent
-        used.full &= not self._crowded
+        used.full &= not self._crowded and (lane is None or lane.computes)
 
     def _between_layers(self) -> None:
         """Within a training slice: answer what may run there, and let the engine step while a request's objective does
@@ -540,7 +539,7 @@ class Compute:
             with own_stream(torch.device(core.implementation.device)):
                 while True:
                     with self._changed:
-                        lane.computes = False
+                        lane.computes = self._engine_has_work()
                         self._changed.wait_for(lambda: lane.recalled or self._engine_has_work())
                         if lane.recalled:
                             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from statistics import fmean, median
@@ -136,6 +136,10 @@ class LanePlan:
         self.table = deepcopy(table)
         self._token_seconds = 0.0
         """Of training, alone."""
+        self._engine_seconds: Counter[StageKind] = Counter()
+        """Of slices of the engine that ended during the trainer's present slice."""
+        self._engine_kind: StageKind = "decode"
+        """That most of them were of, in the last slice with any."""
         self._spent: defaultdict[str, dict[StageKind, float]] = defaultdict(dict)
         """Of the present stages, by tenant."""
         self._present: dict[Part, set[str]] = {"engine": set(), "trainer": set()}
@@ -162,8 +166,9 @@ class LanePlan:
         if threads == TURNS and size:
             self._costs.record(kind, size, seconds)
         expected = self._costs.predict(kind, size)
+        stage: StageKind = "prefill" if kind == "prefill" else "decode"
+        self._engine_seconds[stage] += seconds  # type: ignore[assignment]
         if threads and total and expected:
-            stage: StageKind = "prefill" if kind == "prefill" else "decode"
             self.table.record(threads, stage, int(total), engine=seconds / expected)
         for tenant, part in tokens.items():
             if not part:
@@ -178,8 +183,10 @@ class LanePlan:
         self, seconds: float, tokens: Mapping[str, float], trained: float, threads: int | None, rows: int
     ) -> None:
         """A slice of the trainer: ``trained`` tokens, 0 for an optimizer step; beside a lane of so many ``threads``, 0
-        without one, None for a part of the time, or with fewer cores. ``rows`` decoded beside it."""
+        without one, None for a part of the time, or with fewer cores. ``rows`` were in the engine beside it."""
         kind: StageKind = "train" if trained else "optimizer"
+        beside = max(self._engine_seconds, key=self._engine_seconds.__getitem__, default=self._engine_kind)
+        self._engine_seconds, self._engine_kind = Counter(), beside
         alone = seconds
         if trained and threads == TURNS:
             each = seconds / trained
