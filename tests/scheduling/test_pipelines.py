@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -32,6 +33,7 @@ from rookery.scheduling.pipelines import (
     StagePredictor,
     State,
     advance,
+    affordable_depth,
     choose,
     complete,
     cost_of,
@@ -266,6 +268,31 @@ def test_more_work_per_second_is_not_enough_where_durations_are_known(
     costs = costs_of((1.05, trainer))
     assert sum(rates(work, 1, costs)) > sum(rates(work, TURNS, costs))
     assert choose(work, (0, 1), costs, TURNS, depth) == (TURNS, 0.0, "nothing gains")
+
+
+@pytest.mark.parametrize("depth", [0, 1, 4])
+@pytest.mark.parametrize("jobs", [1, 4, 16, 64, 256])
+def test_a_choice_among_many_jobs_is_made_in_time(jobs: int, depth: int) -> None:
+    """On 16 cores there are four modes. A worker computes nothing else meanwhile."""
+    rng = random.Random(jobs)
+    kinds: list[StageKind] = ["prefill", "decode", "tail", "environment", "train", "optimizer"]
+    work = [
+        tuple(Stage(kinds[(number + i) % 6], rng.uniform(0.1, 9.0), 8) for i in range(6)) for number in range(6 * jobs)
+    ]
+    costs, began = random_costs(rng, [1, 2, 3]), time.process_time()
+    choice = choose(work, (0, 1, 2, 3), costs, TURNS, depth)
+    assert time.process_time() - began < 5.0, "tenths of a second, on a machine that is not busy"
+    ahead = affordable_depth(work, 4, depth)
+    assert (ahead is None) == (jobs > 4) and (not choice.active or (choice.gain > 0) == (ahead is not None))
+
+
+def test_choices_look_as_far_ahead_as_is_affordable() -> None:
+    found = [affordable_depth(BOTH * jobs, 2, 4) for jobs in (1, 4, 16, 128)]
+    assert found[0] == 4 and found[-1] is None
+    lower = [-1 if one is None else one for one in found]
+    assert lower == sorted(lower, reverse=True)
+    many: list[JobStages] = BOTH * 128
+    assert choose(many, (0, 1), costs_of(GAINS), TURNS, 2) == (1, 0.0, "jobs are too many to predict")
 
 
 def test_nothing_is_predicted_of_unknown_durations() -> None:

@@ -15,8 +15,9 @@ Three rules bound the damage of wrong predictions:
 
 * The planner is *inactive*, which is turns, where no mode gains :data:`LEAST_GAIN`, and while slices beside each other
   are not what the table predicts.
-* While durations are unknown or unreliable, no finish is predicted: a mode must compute more than turns do, and make
-  neither engine nor trainer more than :data:`MOST_LOSS` slower, so that it costs little whatever the durations are.
+* While durations are unknown or unreliable, or jobs are too many to be predicted in time, no finish is predicted: a
+  mode must compute more than turns do, and make neither engine nor trainer more than :data:`MOST_LOSS` slower, so that
+  it costs little whatever the durations are.
 * A mode is left only for one that gains :data:`SWITCH_GAIN` more; a tail moves only if it gains :data:`HYSTERESIS`
   times the prefill that this costs (:mod:`rookery.scheduling.tails`).
 """
@@ -53,6 +54,10 @@ MOST_STAGES = 1_024
 
 CORRECTION = 0.2
 """Weight of the newest slice in a slowdown."""
+
+MOST_ADVANCES = 100_000
+"""Stages that one choice may advance, each by the time until any of them ends: less than a tenth of a second. With more
+jobs a choice looks less far ahead, or compares work per second."""
 
 BUCKETS = (4, 16, 64)
 """Decode rows, each up to the next, whose slowdowns are measured apart; the last one is for more as well."""
@@ -282,7 +287,8 @@ def choose(chains: Sequence[JobStages], modes: Sequence[int], costs: LaneCosts, 
         return LaneChoice(TURNS, 0.0, "slices beside each other are not as predicted")
     lanes = LaneCosts(costs.table, cache(costs.step))
     known = all(math.isfinite(stage.seconds) for chain in running for stage in chain)
-    gains = _predicted_gains(running, sure, lanes, depth) if known else _gains_by_rates(work, sure, costs)
+    ahead = affordable_depth(running, 1 + len(sure), depth) if known else None
+    gains = _gains_by_rates(work, sure, costs) if ahead is None else _predicted_gains(running, sure, lanes, ahead)
     best = max(gains, key=lambda mode: gains[mode])
     if present != TURNS and gains.get(present, 0.0) >= max(LEAST_GAIN, gains[best] - SWITCH_GAIN):
         best = present
@@ -290,7 +296,23 @@ def choose(chains: Sequence[JobStages], modes: Sequence[int], costs: LaneCosts, 
         return LaneChoice(TURNS, 0.0, "nothing gains")
     if best == TURNS:
         return LaneChoice(best, gains[best], "to run beside later gains more")
-    return LaneChoice(best, gains[best]) if known else LaneChoice(best, 0.0, "durations are unknown")
+    if ahead is not None:
+        return LaneChoice(best, gains[best])
+    return LaneChoice(best, 0.0, "jobs are too many to predict" if known else "durations are unknown")
+
+
+def affordable_depth(chains: Sequence[JobStages], modes: int, depth: int) -> int | None:
+    """The largest depth up to ``depth`` of which a choice advances at most :data:`MOST_ADVANCES` stages; None where not
+    even depth 0 does."""
+    complete_one = len(chains) * sum(map(len, chains))
+    cost = 0
+    found: int | None = None
+    for ahead in range(depth + 1):
+        cost = modes * cost + (1 + modes) * complete_one  # of cost_of
+        if modes * cost > MOST_ADVANCES:
+            break
+        found = ahead
+    return found
 
 
 def _predicted_gains(chains: tuple[JobStages, ...], sure: list[int], costs: LaneCosts, depth: int) -> dict[int, float]:

@@ -457,7 +457,8 @@ class Compute:
         if self._crowded:
             return 0
         with self._changed:
-            return self._plan.decide(self._rows(core), core.queue.tenants()).threads
+            work = self._plan.due(self._rows(core), core.queue.tenants())
+        return (self._plan.choice if work is None else self._plan.choose(work)).threads
 
     def _runs_beside(self, core: WorkerCore) -> bool:
         """Whether the trainer's slice, or its next layer, runs beside the engine's; then the engine is lent, if it has

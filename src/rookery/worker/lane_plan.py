@@ -36,6 +36,7 @@ from rookery.scheduling.pipelines import (
     StageKind,
     StagePredictor,
     choose,
+    overlaps,
 )
 from rookery.worker import device, teams
 from rookery.worker.engine.runner import Runner
@@ -114,7 +115,7 @@ def _environment_after(part: Part, tenant: str) -> str:
 
 
 class LanePlan:
-    """Its methods need the lock of the two threads."""
+    """Its methods need the lock of the two threads, but :meth:`choose`, which takes longer."""
 
     def __init__(
         self,
@@ -225,7 +226,13 @@ class LanePlan:
     # --- decisions ----------------------------------------------------------------------------------------------------
 
     def decide(self, rows: Mapping[str, int], training: Collection[str]) -> LaneChoice:
-        """The mode for now. ``rows``: that each tenant has in the engine; ``training``: tenants with operations."""
+        """The mode for now, as :meth:`due` and :meth:`choose` find it."""
+        chains = self.due(rows, training)
+        return self.choice if chains is None else self.choose(chains)
+
+    def due(self, rows: Mapping[str, int], training: Collection[str]) -> list[JobStages] | None:
+        """The work that a choice is due for; None while the last one stands. ``rows``: that each tenant has in the
+        engine; ``training``: tenants with operations."""
         now = self._clock()
         rows = {tenant: max(1, count) for tenant, count in rows.items()}
         self._rows.update(rows)
@@ -234,17 +241,23 @@ class LanePlan:
         if all(work):
             apart = max(apart, min(PLANS_APART * self._took, MOST_APART))
         if now - self._planned_at < apart:
-            return self.choice
+            return None
         self._planned_at, self._planned_for = now, work
         if self.choice.active:
             self._turns_since = now
         elif now - self._turns_since > RETRY_SECONDS:
             self.table = deepcopy(self._first)
             self._turns_since = now
+        self._took = 0.0
+        return self.foreseen(*work)
+
+    def choose(self, chains: Sequence[JobStages]) -> LaneChoice:
+        """The mode for this work, in the thread that asks :meth:`due`."""
+        began = self._clock()
         costs = LaneCosts(self.table, lambda count: self._costs.predict("decode", count))
-        chains = self.foreseen(*work)
         self.choice = choose(chains, self._modes, costs, self.choice.threads, self._depth)
-        self._took = self._clock() - now if all(work) else 0.0
+        if overlaps(chains):
+            self._took = self._clock() - began
         return self.choice
 
     def slowdowns(self, rows: int, threads: int) -> tuple[float, float]:
