@@ -195,7 +195,9 @@ class LanePlan:
         elif trained and self._token_seconds:
             alone = self._token_seconds * trained
             if threads is not None and rows:
-                self.table.record(threads, "decode", rows, trainer=seconds / alone)
+                self.table.record(threads, beside, rows, trainer=seconds / alone)
+        elif threads and rows:
+            alone = seconds / self.table.slowdown(threads, beside, rows)[1]
         total = sum(tokens.values())
         for tenant, part in tokens.items():
             if part:
@@ -353,10 +355,10 @@ def measure_slowdowns(
 def affordable_tokens(train: Callable[[int], float], passes: int) -> int:
     """Of a training pass, so that so many passes beside other work, which double its time, end in
     :data:`MEASURE_SECONDS`. ``train(tokens)`` gives the seconds of one alone."""
-    tokens = MEASURE_TOKENS
+    tokens = FEWEST_TOKENS
     train(tokens)  # the first one takes longer
-    while tokens > FEWEST_TOKENS and train(tokens) * 2 * passes > MEASURE_SECONDS:
-        tokens //= 2
+    while tokens < MEASURE_TOKENS and 2 * train(tokens) * 2 * passes <= MEASURE_SECONDS:
+        tokens *= 2
     return tokens
 
 

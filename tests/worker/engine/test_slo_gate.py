@@ -15,6 +15,7 @@ from rookery import protocol
 from rookery.scheduling.slo import PERIOD_SECONDS
 from rookery.scheduling.worker_time import WorkerTime
 from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.engine.sequences import SequenceChunk
 from rookery.worker.engine.slo_gate import SloGate, measure_costs
 from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.lora import LoraManager
@@ -271,6 +272,24 @@ def test_a_request_is_a_clients_also_without_a_reserved_row_and_without_objectiv
     engine.submit(chat(reserved=False, ttft_ms=0.0, tpot_ms=0.0, tenant="chats"))
     assert [engine.gate.is_client(row) for row in engine.admission.waiting] == [False, True]
     assert engine.tenants() == {} and not engine.gate.tracked, "no tenant takes turns with a client"
+
+
+@pytest.mark.parametrize("token_seconds", [1e-4, 1e-2, 1.0])
+def test_a_large_model_does_not_start_for_minutes(monkeypatch: pytest.MonkeyPatch, token_seconds: float) -> None:
+    """Slices that would take long are predicted from shorter ones, in proportion."""
+    engine, clock, gate = gated(Clock()), Clock(), SloGate()
+
+    def slow(chunks: list[SequenceChunk]) -> None:
+        clock.now += token_seconds * sum(len(chunk.tokens) for chunk in chunks)
+
+    monkeypatch.setattr(engine.runner, "decode", slow)
+    monkeypatch.setattr(engine.runner, "prefill", slow)
+    began = clock.now
+    measure_costs(gate.costs, engine.runner, engine.decoder.device, 8, 512, clock)
+    assert clock.now - began < 40
+    for kind, sizes in (("decode", (1, 4, 8)), ("prefill", (16, 128, 512))):
+        for size in sizes:
+            assert gate.costs.predict(kind, size) == pytest.approx(size * token_seconds)  # type: ignore[arg-type]
 
 
 def test_costs_are_measured_before_the_first_request(tmp_path: Path) -> None:

@@ -40,6 +40,13 @@ LEAST_PREFILL = 16
 SLACK_SECONDS = 1.0
 """Time over which the least slack is reported: about a heartbeat."""
 
+LONGEST_SECONDS = 4.0
+"""The start measures no slice that is expected to take longer: a worker must not be minutes late with a large model on
+few cores."""
+
+WARM_SECONDS = 0.5
+"""A slice that took so long is not repeated: the first one of its size takes some milliseconds longer."""
+
 TRAIN_PASSES = 3
 """Forward passes that a training slice costs until one was measured: a backward pass costs two."""
 
@@ -276,22 +283,34 @@ def _prompt_tokens(waiting: Sequence[TrackedRequest]) -> int:
     return tokens
 
 
-def measure_costs(costs: CostTable, runner: Runner, where: torch.device, max_rows: int, prefill_tokens: int) -> None:
-    """Fill the table before the first request: slices of several sizes on an empty cache, each the second of two. The
-    cost of a training slice is guessed from them."""
+def measure_costs(
+    costs: CostTable,
+    runner: Runner,
+    where: torch.device,
+    max_rows: int,
+    prefill_tokens: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Fill the table before the first request: slices of several sizes on an empty cache, each the second of two where
+    they are short. Beyond the last one that is measured, costs grow in proportion. The cost of a training slice is
+    guessed from them."""
     shapes: list[tuple[Kind, int, int]] = [("decode", rows, 1) for rows in (1, 4, 16, max_rows)]
     shapes += [("prefill", 1, tokens) for tokens in (16, 128, prefill_tokens)]
     for kind, rows, tokens in shapes:
+        if costs.predict(kind, rows * tokens) > LONGEST_SECONDS:
+            continue
         slots = [slot for _ in range(rows) if (slot := runner.store.allocate(tokens)) is not None]
         if len(slots) == rows <= max_rows:
             chunks = [SequenceChunk("", [0] * tokens, 0, slot) for slot in slots]
             runner.prepare_adapters([""])
-            with torch.no_grad():  # the first of two runs warms up
+            with torch.no_grad():
                 for _ in range(2):
-                    began = time.perf_counter()
+                    began = clock()
                     (runner.decode if kind == "decode" else runner.prefill)(chunks)
                     device.finish(where)
-                    seconds = time.perf_counter() - began
+                    seconds = clock() - began
+                    if seconds > WARM_SECONDS:
+                        break
             costs.record(kind, rows * tokens, seconds, first=True)
         for slot in slots:
             runner.store.free(slot)
