@@ -237,6 +237,26 @@ def test_a_thread_without_a_team_computes_alone() -> None:
     assert in_thread(run) == (2, 1)
 
 
+def test_all_libraries_compute_with_the_threads_of_their_team() -> None:
+    """MKL, which multiplies float32, has a number of threads of its own."""
+    tasks = lambda: len(list(NATIVE.iterdir()))  # noqa: E731
+
+    def run() -> list[int]:
+        teams.reserve(2)
+        found = []
+        for threads in (1, 2):
+            teams.use(threads)
+            before = tasks()
+            for size in (64, 512):
+                torch.bmm(torch.ones(4, size, 64), torch.ones(4, 64, size))
+                torch.ones(size, size) @ torch.ones(size, size)
+                torch.ones(size, size, dtype=torch.bfloat16) @ torch.ones(size, size, dtype=torch.bfloat16)
+            found.append(tasks() - before)
+        return found
+
+    assert in_thread(run) == [0, 1]
+
+
 class Sleeping:
     """An engine or a trainer with its queue whose slices take time and no core; it has work of one tenant always."""
 

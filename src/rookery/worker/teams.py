@@ -25,13 +25,15 @@ from rookery.worker.engine.native.kernels import runtime
 from rookery.worker.model.batch_invariance import uses_amx
 from rookery.worker.model.decoder import best_dtype
 
+OPENMP, MKL = "omp_set_num_threads", "MKL_Set_Num_Threads_Local"
+
 
 @cache
-def _setter() -> Any:
-    """``omp_set_num_threads`` of the runtime that PyTorch uses. PyTorch's own function also sets the number that other
-    threads begin with."""
+def _setter(name: str) -> Any:
+    """The function of this name in the runtime that PyTorch uses; None where it has none. PyTorch's own function calls
+    both :data:`OPENMP` and :data:`MKL`, and also sets the number that other threads begin with."""
     for library in (None, *sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so"))):
-        function = getattr(ctypes.CDLL(None if library is None else str(library)), "omp_set_num_threads", None)
+        function = getattr(ctypes.CDLL(None if library is None else str(library)), name, None)
         if function is not None:
             function.argtypes, function.restype = (ctypes.c_int,), None
             return function
@@ -53,8 +55,11 @@ def reserve(threads: int) -> int:
 
 def use(threads: int) -> None:
     """The calling thread computes with so many from now on."""
-    if torch.get_num_threads() != threads:
-        _setter()(threads)
+    if torch.get_num_threads() == threads:
+        return
+    for name in (OPENMP, MKL):  # MKL has a number of its own, which PyTorch has set
+        if (setter := _setter(name)) is not None:
+            setter(threads)
 
 
 def why_inexact(device: torch.device, dtype: torch.dtype, *, kernels: bool) -> str:
@@ -70,5 +75,5 @@ def why_inexact(device: torch.device, dtype: torch.dtype, *, kernels: bool) -> s
         return "bfloat16 products that this processor emulates depend on the number of threads"
     if uses_amx(dtype, device):
         return "products by tile instructions depend on the number of threads"
-    gnu = runtime.openmp_parallel() is not None and _setter() is not None
+    gnu = runtime.openmp_parallel() is not None and _setter(OPENMP) is not None
     return "" if gnu else "PyTorch does not use GNU OpenMP here"
