@@ -336,6 +336,8 @@ class Counted(Sleeping):
     def __init__(self, tenant: str, seconds: float) -> None:
         super().__init__(tenant, seconds)
         self.active = self.pending = self.taken = 0
+        self.rollouts = True
+        """Whether its work is that of tenants' rollouts, and not of clients."""
 
     def step(self) -> bool:
         super().step()
@@ -343,7 +345,7 @@ class Counted(Sleeping):
         return True
 
     def tenants(self) -> dict[str, int]:
-        return {self.tenant: 1} if self.active + self.pending else {}
+        return {self.tenant: 1} if self.active + self.pending and self.rollouts else {}
 
     def gauges(self) -> dict[str, float]:
         return {compute_module.TRAINED: 100.0 * self.taken}
@@ -463,7 +465,8 @@ def test_reasons_for_turns_that_are_there_from_the_start(tmp_path: Path, given: 
     ("reason", "slow", "begin", "end"),
     [
         ("a full-parameter policy trains", [1.1], lambda w: w.trains_all(1), lambda w: w.trains_all(None)),
-        ("other programs use some of the cores", [1.1], lambda w: w.crowd(True), lambda w: w.crowd(False)),
+        (compute_module.CROWDED, [1.1], lambda w: w.crowd(True), lambda w: w.crowd(False)),
+        (compute_module.CLIENTS, [1.1], lambda w: w.serves(MANY), lambda w: w.serves(0)),
         ("requests have objectives", [1.1], lambda w: w.gate.tracked.update(r=0), lambda w: w.gate.tracked.clear()),
         ("nothing gains", [2.1], lambda w: w.works(MANY), lambda w: w.works(0)),
         ("slices beside each other are not as predicted", [1, 4] * 10, lambda w: w.works(MANY), lambda w: w.works(0)),
@@ -485,6 +488,10 @@ def test_the_reason_for_turns_begins_and_ends_with_its_cause(
 
         def trains_all(self, full: Any) -> None:
             trainer.full = full
+
+        def serves(self, slices: int) -> None:
+            engine.rollouts = False
+            self.works(slices)
 
         def works(self, slices: int, weight: float = 1.0) -> None:
             self.compute.post("decoding", lambda _: setattr(engine, "active", slices), touches="engine")

@@ -1022,6 +1022,23 @@ def test_requests_and_operations_end_by_cancellation_in_both_lanes(service: Dial
     assert link.of(protocol.Heartbeat)[-1].lanes.startswith("turns: ")
 
 
+ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+
+
+@needs_lanes
+@pytest.mark.parametrize("lanes", ["auto", "beside"])
+def test_a_worker_on_one_core_takes_turns_and_says_so(service: Dialled, start: Start, lanes: str) -> None:
+    start(before=ONE_CORE, threads="0", lanes=lanes)
+    link = service.connection(0)
+    parent = make_policy(service, link, "p")
+    link.send(generate("r", parent, max_tokens=100), forward("f", parent, batch(service)))
+    link.done("f")
+    assert len(link.finished("r").tokens) == 100
+    reason = "turns: the worker computes with one core"
+    service.until(lambda: (beats := link.of(protocol.Heartbeat)) and beats[-1].lanes == reason)
+    assert {beat.lanes for beat in link.of(protocol.Heartbeat)} <= {"", reason}
+
+
 def test_pulled_bytes_are_progress_only_while_nothing_computes() -> None:
     """Adapters keep arriving while a slice is stuck."""
     idle = msgspec.structs.replace(IDLE, progress=7)

@@ -70,6 +70,10 @@ T = TypeVar("T")
 INNERMOST_CALLS = 4
 """Of a slice that does not end, in the log."""
 
+CLIENTS = "a client's request is in the engine"
+"""A reason for turns where the planner decides: durations of clients' requests are not predicted."""
+CROWDED = "threads wait for cores, which other programs or a quota take"
+
 STUCK_SECONDS = 5.0
 """Beside each other, one lane's slices count as progress only while the other's present slice, or layer, is not older:
 else a lane that is stuck would hide behind one that is not."""
@@ -589,11 +593,13 @@ class Compute:
         if refused := core.why_turns():
             return refused
         if self._crowded and choice is not None:
-            return "other programs use some of the cores"
+            return CROWDED
         if self._clients:
             return "requests have objectives"
         if not all(part.busy() for part in self._slices):
             return NO_WORK
+        if choice is not None and not self._halves[0].rows:
+            return CLIENTS
         if self._late is not None:
             return "one of both catches up with its share"
         return NO_WORK if choice is None or choice.active else choice.why
