@@ -26,7 +26,7 @@ def draw(results: Mapping[str, dict[str, Any]], folder: Path = FOLDER) -> dict[s
     """The picture of every result that has one and enough data for it: its path, by the result's name. ``speed`` is
     of several."""
     made = {}
-    for name, maker in {"speed": _speed, "agentic": _agentic, "tenants": _tenants}.items():
+    for name, maker in {"speed": speed, "agentic": agentic, "tenants": tenants}.items():
         figure = maker(results)
         if figure is not None:
             folder.mkdir(exist_ok=True)
@@ -57,7 +57,7 @@ def _plain(*axes: Axes) -> None:
 # --- beside what people use today -------------------------------------------------------------------------------------
 
 
-def _speed(results: Mapping[str, dict[str, Any]]) -> Figure | None:
+def speed(results: Mapping[str, dict[str, Any]]) -> Figure | None:
     """How many times as fast Rookery is as each peer; a bar per peer, with the two figures."""
     bars = []
     for name, ours, theirs, what in COMPARED:
@@ -107,16 +107,16 @@ COMPARED = (
 
 
 def _origin(*results: dict[str, Any]) -> str:
-    """The machine and the days, as a caption says them."""
+    """The machines and the days, as a caption says them."""
     days = sorted({result["date"] for result in results})
-    machine = results[0]["machine"].partition(", Python")[0]
-    return f"{machine}, {days[0]}{' to ' + days[-1] if days[1:] else ''}"
+    machines = dict.fromkeys(result["machine"].partition(", Python")[0] for result in results)
+    return f"{' and '.join(machines)}, {days[0]}{' to ' + days[-1] if days[1:] else ''}"
 
 
 # --- many tenants -----------------------------------------------------------------------------------------------------
 
 
-def _agentic(results: Mapping[str, dict[str, Any]]) -> Figure | None:
+def agentic(results: Mapping[str, dict[str, Any]]) -> Figure | None:
     """Makespan of N tenants at once and one after another, for a tool of 2 s."""
     result = results.get("agentic")
     points = [p for p in result["data"]["points"] if p["latency"] == TOOL_SECONDS] if result else []
@@ -136,7 +136,10 @@ def _agentic(results: Mapping[str, dict[str, Any]]) -> Figure | None:
     axes.set_xticks(range(len(points)), [f"{p['tenants']} tenant{'s' * (p['tenants'] > 1)}" for p in points])
     axes.set_ylabel("seconds until all jobs are done")
     axes.legend(fontsize=8, frameon=False)
-    axes.set_title(f"Small jobs, each of three turns waits 2 s for a tool; one run. {_origin(result)}", fontsize=9)
+    runs = [point["runs"] for point in points]
+    least, most = min(runs), max(runs)
+    of_runs = "one run" if most == 1 else f"medians of {f'{least} to ' if least < most else ''}{most} runs"
+    axes.set_title(f"Small jobs, each of three turns waits 2 s for a tool; {of_runs}. {_origin(result)}", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -144,7 +147,7 @@ def _agentic(results: Mapping[str, dict[str, Any]]) -> Figure | None:
 TOOL_SECONDS = 2.0
 
 
-def _tenants(results: Mapping[str, dict[str, Any]]) -> Figure | None:
+def tenants(results: Mapping[str, dict[str, Any]]) -> Figure | None:
     """Simulated: time saved over one after another at the same staleness, and the worker's busy share."""
     result = results.get("tenants")
     if result is None or not result["data"]["points"]:

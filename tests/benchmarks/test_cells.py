@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from benchmarks.jobs.agentic_figures import figures
-from benchmarks.lib import ages, harness, pages, report
+from benchmarks.lib import ages, harness, pages, plots, report
 from benchmarks.lib.cells import Cells
 from benchmarks.lib.harness import Result, ResultFolders, Row
 from benchmarks.lib.intervals import paired, t_quantile, welch
@@ -161,6 +161,25 @@ def test_plots_are_drawn_of_the_results_that_exist(tmp_path: Path) -> None:
     assert [path.name for path in draw(json.loads(json.dumps(cells)), tmp_path).values()] == ["agentic.png"]
     assert (tmp_path / "agentic.png").read_bytes().startswith(b"\x89PNG")
     assert draw({"agentic": asdict(figures({}))}, tmp_path) == {} and draw({}, tmp_path) == {}
+
+
+@pytest.mark.parametrize(("machines", "runs"), [(["two cores"], 1), (["two cores", "a slow one"], 3)])
+def test_captions_say_the_machines_the_days_and_the_runs(machines: list[str], runs: int) -> None:
+    stored = asdict(figures(agentic_cells())) | {"date": "2026-11-25", "machine": f"{machines[0]}, Python 3.11"}
+    for point in stored["data"]["points"]:
+        point["runs"] = runs
+    crowd = plots.agentic({"agentic": stored})
+    assert crowd is not None
+    title = crowd.axes[0].get_title()
+    assert f"{machines[0]}, 2026-11-25" in title and ("one run" in title) == (runs == 1)
+    results = {}
+    for (name, ours, theirs, _), machine in zip(plots.COMPARED[-2:], (machines * 2)[:2], strict=True):
+        made = Result(name, name, "", machine=machine, date="2026-11-25", commit="")
+        made.add(ours, [2.0], "s")
+        made.add(theirs, [3.0], "s")
+        results[name] = asdict(made)
+    speeds = plots.speed(results)
+    assert speeds is not None and all(machine in speeds.get_suptitle() for machine in machines)
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
