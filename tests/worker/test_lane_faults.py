@@ -174,7 +174,7 @@ changes = st.lists(
 
 @settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(work, work, st.booleans(), st.sampled_from([0.25, 1.0, 4.0]), changes)
-def test_all_work_ends_whatever_the_mode_changes_to(
+def test_all_work_ends_in_modes_that_change(
     tmp_path: Path,
     engine_work: tuple[int, float],
     trainer_work: tuple[int, float],

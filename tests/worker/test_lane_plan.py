@@ -116,7 +116,7 @@ def test_slices_with_fewer_cores_teach_nothing_of_those_with_all() -> None:
     assert planned.decide({"a": 16}, ["b"]).why == "nothing gains"
 
 
-def test_a_slice_of_the_trainer_corrects_the_work_that_ran_beside_it() -> None:
+def test_a_slice_of_the_trainer_corrects_the_slowdown_of_the_work_next_to_it() -> None:
     """Prompts slow training more than decoding does, and both are in the engine of a worker."""
     table, costs = SlowdownTable(), CostTable()
     costs.record("decode", 16, STEP)
@@ -135,7 +135,7 @@ def test_a_slice_of_the_trainer_corrects_the_work_that_ran_beside_it() -> None:
     assert planned.table.slowdown(1, "prefill", 0) == pytest.approx((1.5, 2.5), rel=0.01)
 
 
-def test_an_optimizer_step_beside_decoding_counts_as_its_time_alone() -> None:
+def test_an_optimizer_step_next_to_decoding_counts_as_its_time_alone() -> None:
     found: dict[str, float] = {}
 
     class Recorded(StagePredictor):

@@ -1027,7 +1027,7 @@ ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
 
 @needs_lanes
 @pytest.mark.parametrize("lanes", ["auto", "beside"])
-def test_a_worker_on_one_core_takes_turns_and_says_so(service: Dialled, start: Start, lanes: str) -> None:
+def test_a_worker_on_one_core_takes_turns_with_this_reason(service: Dialled, start: Start, lanes: str) -> None:
     start(before=ONE_CORE, threads="0", lanes=lanes)
     link = service.connection(0)
     parent = make_policy(service, link, "p")

@@ -25,6 +25,7 @@ from torch import Tensor
 from rookery.worker.device import fuses
 from rookery.worker.model.decoder import AttentionBackend, Decoder
 from rookery.worker.model.varlen_attention import SequenceBounds, varlen_attention
+from rookery.worker.trainer.packed_pass import SUMMED_ROWS
 from rookery.worker.trainer.packing import AttentionBlock, PackedBatch
 
 
@@ -81,7 +82,8 @@ class _Plan:
         self._dtype = dtype
         self._masks: dict[int, Tensor] = {}
         # The last chunk is first: it covers all keys, so it initialises the sums that the others add to.
-        count = max(1, round(self.tail / chunks.queries))
+        most = max(1, SUMMED_ROWS // group)  # the gradients of keys and values are sums over a chunk's rows
+        count = max(1, round(self.tail / chunks.queries), -(-self.tail // most))
         edges = [self.tail * i // count for i in range(count + 1)]
         self.cuts = list(pairwise(edges))[::-1]
         largest = max(stop - start for start, stop in self.cuts) * group * self.keys
