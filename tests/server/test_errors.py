@@ -225,10 +225,10 @@ def test_rows_whose_roles_the_chat_template_refuses_are_named_at_submission(tmp_
     ):
         response = client.post("/api/v1/jobs", json=job(environment=environment))
         assert response.status_code == 422 and response.json()["problems"] == [
-            "environment: dataset: row 3: the chat template refuses messages with roles [user, tool]: no tool; give"
-            " messages that it takes",
-            "environment: dataset: row 4: the chat template refuses messages with roles [system, user]: no system; give"
-            " messages that it takes",
+            "environment: dataset: row 3: qwen3-0.6b: the chat template refuses messages with roles [user, tool]:"
+            " no tool; give messages that it takes",
+            "environment: dataset: row 4: qwen3-0.6b: the chat template refuses messages with roles [system, user]:"
+            " no system; give messages that it takes",
         ]
         good = {**environment, "rows": rows[:2]}
         assert client.post("/api/v1/jobs", json=job(environment=good)).status_code == 201
