@@ -118,7 +118,7 @@ docs: $(VENV)/.tests
 # `kill -9` of everything at random moments of real runs, a disk and descriptors that run out, mistakes that the simulated
 # chaos must notice; a long run of kills.
 test-chaos: $(VENV)/.tests
-	@$(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py tests/chaos/test_simulated.py tests/chaos/test_service_kills.py tests/chaos/test_policy_kills.py tests/server/test_agent_restarts.py tests/server/test_shortages.py \
+	@$(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py tests/chaos/test_simulated.py tests/chaos/test_service_kills.py tests/chaos/test_policy_kills.py tests/chaos/test_policy_life.py tests/server/test_agent_restarts.py tests/server/test_shortages.py \
 		tests/server/test_chats_beside_a_job.py --numprocesses $(HEAVY_PROCESSES) --dist worksteal
 
 chaos: $(VENV)/.tests
@@ -132,6 +132,7 @@ chaos-at-scale: $(VENV)/.tests
 # memory over many jobs and adapters, floods of jobs in virtual time, the CUDA path as far as a CPU can tell: six minutes.
 INTEGRATION := tests/test_install.py tests/test_step_files.py tests/controller tests/server/test_agents.py tests/server/tinker tests/worker/trainer \
 	tests/cli tests/worker/model tests/worker/test_memory.py tests/worker/test_tenant_isolation.py \
+	tests/worker/test_thread_counts.py tests/worker/transfer/test_killed.py \
 	tests/simulation/test_fairness.py \
 	$(filter-out %_smoke.py,$(wildcard tests/benchmarks/test_*.py)) \
 	tests/storage/test_standby.py tests/storage/test_away.py tests/storage/test_backup.py tests/worker/engine/test_exactness.py tests/worker/engine/hf \

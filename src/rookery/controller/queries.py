@@ -93,9 +93,9 @@ class JobQueries:
         self._store = context.store
         self._jobs = jobs
         self._models: tuple[float, dict[str, Status]] = (0.0, {})
-        self._look: asyncio.Task[None] | None = None
-        """The one at the files of base models that is under way."""
         """When the states of base models were read, and what they were."""
+        self._look: asyncio.Task[None] | None = None
+        """The present look at the files of base models."""
         rooms, threads = context.rooms, context.threads
         self.episodes = EpisodeQueries(context.store, context.chat, threads.encoders, context.settings.cache)
         self.activity = ActivityQueries(
