@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tests.support.forked import ForkedProcess
 
 from rookery.worker.engine.native.kernels import runtime
 
@@ -76,10 +77,10 @@ if __name__ == "__main__":
 def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     script = tmp_path / "kernel.py"
     script.write_text(KERNEL)
-    code = f"import runpy\nrunpy.run_path({str(script)!r}, run_name='__main__')"
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
-    started = [ForkedProcess(code, [str(tmp_path / "cache")], environment) for _ in range(2)]
-    outputs = [process.communicate(timeout=240)[1].decode() for process in started]
+    command = [sys.executable, str(script), str(tmp_path / "cache")]
+    started = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=240)[1] for process in started]
     hits = sorted(output.split("result 7 ")[1].strip() for output in outputs)
     assert hits == ["0", "1"]
     assert sum("compiling kernels" in output for output in outputs) == 1
