@@ -141,7 +141,7 @@ def test_more_clients_than_slots_all_make_progress(root: Path) -> None:
 
 def crowd(root: Path, data: str, **more: Any) -> tuple[np.ndarray, int]:
     """Losses [client, step], and how often the worker pulled a training state."""
-    settings: dict[str, Any] = {"trainer_slots": SLOTS, "session_slot_wait": 0.5, "session_poll": 0.3}
+    settings: dict[str, Any] = {"trainer_slots": SLOTS, "session_slot_wait": 0.5, "session_poll": 0.05}
     with running(root, data, **settings, **more) as service:
         other = new_key(service, "other")
         queued: set[str] = set()
