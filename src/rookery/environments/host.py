@@ -112,10 +112,8 @@ class Host:
         """Of the service or its standbys, the one that was reached last."""
         self._offers = dict(environments)
         self._instance = instance or f"host-{uuid.uuid4().hex}"
-        self._prototypes: dict[tuple[str, bytes], asyncio.Task[_Prototype]] = {}
-        """The one used most recently last."""
-        self._used: dict[tuple[str, bytes], float] = {}
-        """When each was used last."""
+        self._prototypes: dict[tuple[str, bytes], tuple[asyncio.Task[_Prototype], float]] = {}
+        """Each with the time of its last use, in this order."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._channel: Channel[protocol.ToHost] | None = None
         self._calls = UserCodeExecutor()
@@ -259,18 +257,18 @@ class Host:
 
     async def _prototype(self, name: str, options: dict[str, Any]) -> _Prototype:
         key = (name, msgspec.msgpack.encode(options, order="deterministic"))
-        task = self._prototypes.pop(key, None)
+        task, _ = self._prototypes.pop(key, (None, 0.0))
         if task is None or (task.done() and task.exception() is not None):
             task = asyncio.create_task(self._build(name, options))
-        self._prototypes[key] = task
-        now = self._used[key] = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
+        self._prototypes[key] = task, now
         unused = {
             one
-            for one, used in self._used.items()
+            for one, (_, used) in self._prototypes.items()
             if now - used > UNUSED_SECONDS and isinstance(self._offers.get(one[0]), Builtin)
         }
         for dropped in unused.union(list(self._prototypes)[:-MAX_PROTOTYPES]):
-            del self._prototypes[dropped], self._used[dropped]
+            del self._prototypes[dropped]
         return await asyncio.shield(task)
 
     async def _environment(self, name: str, options: dict[str, Any]) -> Environment:
@@ -326,7 +324,7 @@ class Host:
 
     async def _end(self) -> None:
         await self._episodes.close_all()
-        await cancel_all(*self._tasks, *self._prototypes.values())
+        await cancel_all(*self._tasks, *(task for task, _ in self._prototypes.values()))
         self._calls.close()
         self._checks.close()
 
