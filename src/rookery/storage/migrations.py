@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import (
     BigInteger,
@@ -25,7 +24,6 @@ from sqlalchemy import (
     Connection,
     Text,
     column,
-    create_mock_engine,
     func,
     inspect,
     select,
@@ -207,19 +205,6 @@ def revision(connection: Connection) -> str | None:
     return connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
 
 
-@cache
-def _new_tables(driver: str) -> list[str]:
-    """The statements that make all tables and indexes where there are none."""
-    made: list[str] = []
-
-    def add(statement: Any, *_: object) -> None:
-        made.append(str(statement.compile(dialect=engine.dialect)))
-
-    engine = create_mock_engine(f"{driver}://", add)
-    Base.metadata.create_all(engine, checkfirst=False)
-    return made
-
-
 def upgrade(connection: Connection, revisions: Mapping[str, Callable[[Operations], None]] = REVISIONS) -> str:
     """Bring the schema to the newest of ``revisions``, within the caller's transaction. Returns an empty text, or why
     that is not possible; then nothing was changed."""
@@ -234,8 +219,7 @@ def upgrade(connection: Connection, revisions: Mapping[str, Callable[[Operations
             )
         if foreign := sorted({*inspect(connection).get_table_names()} & {*Base.metadata.tables}):
             return f"has tables of another program ({', '.join(foreign)}); give Rookery a database of its own"
-        for statement in _new_tables(connection.engine.url.drivername):
-            connection.exec_driver_sql(statement)
+        Base.metadata.create_all(connection, checkfirst=False)  # none of them is there
         start_counting(connection)
         connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)"))
         connection.execute(text("INSERT INTO alembic_version VALUES (:head)"), {"head": head})
