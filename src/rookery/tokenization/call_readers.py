@@ -11,7 +11,7 @@ Promises:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -326,16 +326,17 @@ class ForcedReader(CallReader):
         return list(calls) if calls else [self._held] if self._held else []
 
 
-
 class JsonReader(CallReader):
     """JSON objects, or a list of them, between two marks."""
 
     quotes = IN_JSON
-    spelt: Callable[[Any], Any] | None = None
-    """Gives an object of the format the usual fields."""
 
     def parse(self, block: str) -> Iterator[ToolCall]:
-        yield from json_calls(self.inner(block), spelt=type(self).spelt)
+        yield from json_calls(self.inner(block), usual=self.usual)
+
+    def usual(self, value: Any) -> Any:
+        """An object of the format with the usual fields."""
+        return value
 
 
 class JambaReader(JsonReader):
@@ -362,31 +363,27 @@ class InternReader(JsonReader):
     opening, closing = "<|action_start|><|plugin|>", ("<|action_end|>",)
 
 
-def _of_command(value: Any) -> Any:
-    if not isinstance(value, dict) or "tool_name" not in value:
-        return None
-    return {"name": value["tool_name"], "arguments": value.get("parameters", {})}
-
-
 class CommandReader(JsonReader):
     """``<|START_ACTION|>[{"tool_call_id": …, "tool_name": …, "parameters": {…}}, …]<|END_ACTION|>``."""
 
     opening, closing = "<|START_ACTION|>", ("<|END_ACTION|>",)
-    spelt = staticmethod(_of_command)
 
-
-def _of_apertus(value: Any) -> Any:
-    if not isinstance(value, dict) or len(value) != 1:
-        return None
-    [(name, arguments)] = value.items()
-    return {"name": name, "arguments": arguments}
+    def usual(self, value: Any) -> Any:
+        if not isinstance(value, dict) or "tool_name" not in value:
+            return None
+        return {"name": value["tool_name"], "arguments": value.get("parameters", {})}
 
 
 class ApertusReader(JsonReader):
     """``<|tools_prefix|>[{NAME: {…}}, …]<|tools_suffix|>``."""
 
     opening, closing = "<|tools_prefix|>", ("<|tools_suffix|>",)
-    spelt = staticmethod(_of_apertus)
+
+    def usual(self, value: Any) -> Any:
+        if not isinstance(value, dict) or len(value) != 1:
+            return None
+        [(name, arguments)] = value.items()
+        return {"name": name, "arguments": arguments}
 
 
 class XmlReader(CallReader):
@@ -412,7 +409,7 @@ class MinimaxReader(XmlReader):
 
 
 class GemmaReader(CallReader):
-    """``<|tool_call>call:NAME{KEY:VALUE,…}<tool_call|>``, of Gemma 4; texts stand in quotes of its own."""
+    """``<|tool_call>call:NAME{KEY:VALUE,…}<tool_call|>``, of Gemma 4; texts stand in its special quotes."""
 
     opening, closing = "<|tool_call>", ("<tool_call|>",)
     quote = '<|"|>'

@@ -19,8 +19,8 @@ class ToolCall:
     arguments: str
 
 
-def json_calls(text: str, separator: str = "", spelt: Callable[[Any], Any] | None = None) -> Iterator[ToolCall]:
-    """Of JSON objects, or a list of them; none unless all are calls. ``spelt`` gives an object of another form its
+def json_calls(text: str, separator: str = "", usual: Callable[[Any], Any] | None = None) -> Iterator[ToolCall]:
+    """Of JSON objects, or a list of them; none unless all are calls. ``usual`` gives an object of another form the
     usual fields."""
     at, found = 0, []
     text = text.strip()
@@ -30,7 +30,7 @@ def json_calls(text: str, separator: str = "", spelt: Callable[[Any], Any] | Non
         except (ValueError, RecursionError):
             return
         for one in value if isinstance(value, list) else [value]:
-            call = call_of(one if spelt is None else spelt(one))
+            call = call_of(one if usual is None else usual(one))
             if call is None:
                 return
             found.append(call)
@@ -59,6 +59,7 @@ def made_call(name: str, arguments: Any) -> ToolCall | None:
     """None for arguments that are no object, or that JSON cannot hold."""
     written = write_json(arguments) if isinstance(arguments, dict) else None
     return None if written is None or write_json(name) is None else ToolCall(name, written)
+
 
 @dataclass(frozen=True)
 class XmlForm:
@@ -210,7 +211,6 @@ def _types_of(value: Any) -> set[str]:
 
 
 def _refuse_constant(name: str) -> None:
-
 
     raise ValueError(f"{name} is no JSON")
 
