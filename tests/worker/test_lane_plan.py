@@ -9,7 +9,7 @@ import torch
 from tests.support.tiny import COMPUTED, small
 
 from rookery.scheduling.costs import CostTable
-from rookery.scheduling.pipelines import BUCKETS, TAKING_TURNS, TURNS, SlowdownTable, Stage, StagePredictor
+from rookery.scheduling.pipelines import BUCKETS, TAKING_TURNS, TURNS, LaneChoice, SlowdownTable, Stage, StagePredictor
 from rookery.worker import teams
 from rookery.worker.engine.native import kernels
 from rookery.worker.engine.native.runner import best_runner
@@ -58,6 +58,10 @@ def work(
         planned.on_trainer(PASS * slow, {tenant: TOKENS}, TOKENS, threads, 16)
 
 
+def decide(planned: LanePlan, rows: dict[str, int], training: list[str]) -> LaneChoice:
+    return planned.choose(planned.due(rows, training))
+
+
 def step(planned: LanePlan, tenant: str, *, steps: int = 0, passes: int = 0) -> None:
     """One stage of a tenant, as the compute thread tells of it: after its arrival and after each slice."""
     part: Part = "engine" if steps else "trainer"
@@ -70,11 +74,11 @@ def step(planned: LanePlan, tenant: str, *, steps: int = 0, passes: int = 0) -> 
 
 def test_lanes_run_where_the_table_gains_and_there_are_two_kinds_of_work() -> None:
     planned, clock = plan()
-    assert planned.decide({"a": 16}, ["b"]).threads == 1
+    assert decide(planned, {"a": 16}, ["b"]).threads == 1
     clock.now += PLAN_SECONDS
-    assert planned.decide({}, ["b"]) == (TURNS, 0.0, "no work to run beside")
+    assert decide(planned, {}, ["b"]) == (TURNS, 0.0, "no work to run beside")
     planned, _ = plan(2.0, 2.1)
-    assert planned.decide({"a": 16}, ["b"]) == (TURNS, 0.0, "nothing gains")
+    assert decide(planned, {"a": 16}, ["b"]) == (TURNS, 0.0, "nothing gains")
 
 
 def test_slices_correct_the_table_and_the_start_counts_again_after_a_while_in_turns() -> None:
@@ -85,9 +89,9 @@ def test_slices_correct_the_table_and_the_start_counts_again_after_a_while_in_tu
         work(planned, "b", passes=1, threads=1, slow=2.2)
     assert planned.slowdowns(16, 1) == pytest.approx((2.6, 2.2), rel=0.05)
     clock.now += 1
-    assert not planned.decide({"a": 16}, ["b"]).active
+    assert not decide(planned, {"a": 16}, ["b"]).active
     clock.now += RETRY_SECONDS + 1
-    assert planned.decide({"a": 16}, ["b"]).threads == 1
+    assert decide(planned, {"a": 16}, ["b"]).threads == 1
 
 
 def test_durations_of_stages_are_those_of_the_last_step_alone() -> None:
@@ -100,7 +104,7 @@ def test_durations_of_stages_are_those_of_the_last_step_alone() -> None:
     for _ in range(3):
         step(planned, "a", steps=500)
     clock.now += 1
-    assert not planned.decide({"a": 16}, ["b"]).active
+    assert not decide(planned, {"a": 16}, ["b"]).active
 
 
 def test_slices_with_fewer_cores_teach_nothing_of_those_with_all() -> None:
@@ -112,8 +116,8 @@ def test_slices_with_fewer_cores_teach_nothing_of_those_with_all() -> None:
     work(planned, "a", steps=40, threads=1, slow=1.9)
     work(planned, "b", passes=40, threads=1, slow=2.2)
     assert planned.slowdowns(16, 1) == pytest.approx((1.9, 2.2))
-    assert not planned.decide({"a": 16}, ["b"]).active
-    assert planned.decide({"a": 16}, ["b"]).why == "nothing gains"
+    assert not decide(planned, {"a": 16}, ["b"]).active
+    assert decide(planned, {"a": 16}, ["b"]).why == "nothing gains"
 
 
 def test_a_slice_of_the_trainer_corrects_the_slowdown_of_the_work_next_to_it() -> None:
@@ -182,7 +186,7 @@ def test_the_time_between_a_tenants_two_parts_is_a_stage() -> None:
         clock.now += 5.0
     assert planned.foreseen([], []) == [], "the next step is late"
     decode, train = Stage("decode", pytest.approx(2.0), 16), Stage("train", pytest.approx(2.0))
-    planned.decide({"a": 16}, [])
+    decide(planned, {"a": 16}, [])
     assert planned.foreseen(["a"], []) == [(decode, Stage("environment", 3.0), train)]
     assert planned.foreseen([], ["a"]) == [(train, Stage("environment", 5.0), decode)]
     step(planned, "a", steps=100)
@@ -205,13 +209,13 @@ def test_plans_take_a_hundredth_of_the_time() -> None:
         table.record(1, "decode", rows, engine=1.6, trainer=1.7)
     clock = Slow()
     planned = LanePlan(splits(2), table, CostTable(), 0, clock)
-    first = planned.decide({"a": 16}, ["b"])
-    assert first.active and planned.decide({"a": 16}, ["c"]) is first
-    assert not planned.decide({}, ["c"]).active
-    second = planned.decide({"a": 16}, ["c"])
+    first = decide(planned, {"a": 16}, ["b"])
+    assert first.active and decide(planned, {"a": 16}, ["c"]) is first
+    assert not decide(planned, {}, ["c"]).active
+    second = decide(planned, {"a": 16}, ["c"])
     assert second.active
     clock.now += 3.0
-    assert planned.decide({"a": 16}, ["b"]) is not second
+    assert decide(planned, {"a": 16}, ["b"]) is not second
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, [0]), (2, [0, 1]), (4, [0, 2, 1, 3]), (16, [0, 8, 4, 12])])

@@ -462,7 +462,7 @@ class Compute:
             return 0
         with self._changed:
             work = self._plan.due(self._rows(core), core.queue.tenants())
-        return (self._plan.choice if work is None else self._plan.choose(work)).threads
+        return self._plan.choose(work).threads
 
     def _runs_beside(self, core: WorkerCore) -> bool:
         """Whether the trainer's slice, or its next layer, runs beside the engine's; then the engine is lent, if it has

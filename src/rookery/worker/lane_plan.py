@@ -227,11 +227,6 @@ class LanePlan:
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
-    def decide(self, rows: Mapping[str, int], training: Collection[str]) -> LaneChoice:
-        """The mode for now, as :meth:`due` and :meth:`choose` find it."""
-        chains = self.due(rows, training)
-        return self.choice if chains is None else self.choose(chains)
-
     def due(self, rows: Mapping[str, int], training: Collection[str]) -> list[JobStages] | None:
         """The work that a choice is due for; None while the last one stands. ``rows``: that each tenant has in the
         engine; ``training``: tenants with operations."""
@@ -253,8 +248,10 @@ class LanePlan:
         self._took = 0.0
         return self.foreseen(*work)
 
-    def choose(self, chains: Sequence[JobStages]) -> LaneChoice:
-        """The mode for this work, in the thread that asks :meth:`due`."""
+    def choose(self, chains: Sequence[JobStages] | None) -> LaneChoice:
+        """The mode for the work that :meth:`due` gave, in the thread that asked it."""
+        if chains is None:
+            return self.choice
         began = self._clock()
         costs = LaneCosts(self.table, lambda count: self._costs.predict("decode", count))
         self.choice = choose(chains, self._modes, costs, self.choice.threads, self._depth)
