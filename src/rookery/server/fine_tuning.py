@@ -69,6 +69,11 @@ class MissingObject(NotFound):
         self.param = param
 
 
+def not_listed(after: str) -> MissingObject:
+    """The refusal of an ``after`` that is no id of its list."""
+    return MissingObject(f"after: nothing in this list has the id {after[:80]!r}", "after")
+
+
 def _chosen(value: Any) -> Any:
     """None for ``auto``."""
     return None if value == "auto" else value
@@ -431,7 +436,7 @@ def page_of(rows: Sequence[dict[str, Any]], after: str, limit: int, *, ends: boo
     if after:
         start = next((at + 1 for at, row in enumerate(rows) if row["id"] == after), -1)
         if start < 0:
-            raise MissingObject(f"after: nothing in this list has the id {after[:80]!r}", "after")
+            raise not_listed(after)
     data = rows[start : start + limit]
     page: dict[str, Any] = {"object": "list", "data": data, "has_more": start + limit < len(rows)}
     if ends:

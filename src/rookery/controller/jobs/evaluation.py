@@ -72,7 +72,7 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
         mean, stderr = summarise(results)
         failed = [result.error for result in results if result.error]
         progress.counters.update(progress.of_policy(policy.name, {"evaluation_failures": len(failed)}))
-        whose = f"{policy.name} " if job.spec.several_policies else ""
+        whose = job.whose(policy)
         if math.isnan(mean):
             text = f"{whose}version {version}: all {count_of(len(results), 'held-out episode')} failed: {failed[0]}"
             await progress.add_event("evaluation", text)

@@ -278,6 +278,10 @@ class JobContext:
         that trains."""
         return self.trained[0]
 
+    def whose(self, policy: JobPolicy) -> str:
+        """The beginning of a line about a policy: its name where the job has several, else nothing."""
+        return f"{policy.name} " if self.spec.several_policies else ""
+
     @property
     def trained(self) -> list[JobPolicy]:
         """The policies that train."""

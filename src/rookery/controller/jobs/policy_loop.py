@@ -290,9 +290,8 @@ class PolicyLoop:
         self._uncommitted.clear()
         self._changed.notify()
         shown = f"loss {last['loss']:.3f}" if self._reward is None else f"reward {self._reward:.3f}"
-        whose = f"{self.policy.name} " if self._job.spec.several_policies else ""
         log.info(
-            "%sstep %d: %s", whose, self.step, shown,
+            "%sstep %d: %s", self._job.whose(self.policy), self.step, shown,
             extra={"tenant": row.tenant, "job": row.id, "version": ref.version},
         )  # fmt: skip
         await self.versions.retire()

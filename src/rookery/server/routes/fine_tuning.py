@@ -45,6 +45,7 @@ from rookery.server.fine_tuning import (
     job_id,
     job_of,
     line_event,
+    not_listed,
     page_of,
     read_grader,
     step_event,
@@ -353,7 +354,7 @@ async def fine_tuning_checkpoints(
     page = Page(limit + 1)
     if after:
         if not (version := checkpoint_version(view, after)):
-            raise MissingObject(f"after: nothing in this list has the id {after[:80]!r}", "after")
+            raise not_listed(after)
         page = Page(limit + 1, (version,))  # also where that is not kept any more
     rows = [checkpoint(view, *one) for one in await queries.checkpoints(owner.id, view.id, policy, page)]
     return json_response(page_of(rows, "", limit, ends=True))
