@@ -8,13 +8,13 @@ machine happens to both. The verdict is the median of the turns' ratios. ``pytho
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from benchmarks.lib.bars import paired
 from benchmarks.lib.contender import Contender
 from benchmarks.lib.harness import ROOT, WORK, Result, Row, command, options
 from benchmarks.lib.model import chat_ids, number_type
@@ -96,10 +96,10 @@ def main() -> None:
 
 
 def _judge(result: Result, what: str, earlier: Row, now: Row) -> None:
-    ratios = [mine / theirs for mine, theirs in zip(now.values, earlier.values, strict=True)]
-    change = statistics.median(ratios) - 1
-    spread = f"turns {min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%}"
-    result.judge(f"{what}: at most {WITHIN:.0%} slower", f"{change:+.1%}", change <= WITHIN, spread)
+    ratio = paired(now, earlier)
+    assert ratio is not None  # both rows are there
+    why = f"median of {len(now.values)} pairs"
+    result.judge(f"{what}: at most {WITHIN:.0%} slower", f"{ratio - 1:+.1%}", ratio - 1 <= WITHIN, why)
 
 
 if __name__ == "__main__":
