@@ -89,15 +89,20 @@ class ForkedProcess:
 
 
 def _run(code: str, arguments: list[str], environment: dict[str, str], given: Connection, said: Connection) -> None:
-    os.dup2(given.fileno(), 0)
     os.dup2(said.fileno(), 2)
-    given.close()
     said.close()
+    _become(["-c", *arguments], environment, given)
+    exec(code, {"__name__": "__main__"})
+
+
+def _become(arguments: list[str], environment: dict[str, str], given: Connection) -> None:
+    """This process reads from ``given``, and has these arguments and variables. Its standard error is set already."""
+    os.dup2(given.fileno(), 0)
+    given.close()
     sys.stdin, sys.stderr = os.fdopen(0, closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
-    sys.argv = ["-c", *arguments]
+    sys.argv = list(arguments)
     os.environ.clear()
     os.environ.update(environment)
-    exec(code, {"__name__": "__main__"})
 
 
 class _ForkedChild:
@@ -141,15 +146,10 @@ async def spawn_forked(child: Child, path: Path) -> _ForkedChild:
 
 def _run_module(arguments: list[str], environment: dict[str, str], given: Connection, log: str) -> None:
     os.setsid()
-    os.dup2(given.fileno(), 0)
-    given.close()
     with open(log, "ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    sys.argv = list(arguments)
-    os.environ.clear()
-    os.environ.update(environment)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    _become(arguments, environment, given)
     sys.modules.pop(arguments[0], None)  # it may be imported already, and runs as the program here
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
