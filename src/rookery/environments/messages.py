@@ -246,7 +246,7 @@ def form_of(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), learned: Sequence[Any] | None = None
 ) -> tuple[str, ...]:
     """The parts of a conversation that a chat template may refuse or leave out: the roles, ``role+N`` for a message
-    with N calls, ``role:…`` for one with thoughts or with a text beside its calls, and ``+tools`` before them where
+    with N calls, ``role:…`` for one with thoughts or with a text next to its calls, and ``+tools`` before them where
     there are tools. ``learned`` says of each message whether it is, by default all of the assistant's: thoughts of
     others may be left out."""
     marks = []

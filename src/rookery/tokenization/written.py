@@ -1,6 +1,6 @@
 """Whether a chat template writes all of a message.
 
-Some templates leave out thoughts, the text beside a call, or all calls but the first. Nothing of a message that is
+Some templates leave out thoughts, the text next to a call, or all calls but the first. Nothing of a message that is
 learned, or that a learned one follows, may be missing: such a conversation is refused. White space does not count, nor
 do the marks of thoughts, which templates write in their way.
 """

@@ -57,7 +57,7 @@ def use(threads: int) -> None:
     """The calling thread computes with so many from now on."""
     if torch.get_num_threads() == threads:
         return
-    for name in (OPENMP, MKL):  # MKL has a number of its own, which PyTorch has set
+    for name in (OPENMP, MKL):  # MKL has a separate number, which PyTorch has set
         if (setter := _setter(name)) is not None:
             setter(threads)
 
