@@ -1,9 +1,9 @@
 """A long run of real processes with a hostile tenant: what grows, and what the other tenants notice.
 
 ``python -m benchmarks.scale.soak [--seconds N | --jobs N]``. Two tenants train small jobs one after another on a random
-model of a few hundred kilobytes, chat, and drive a model through the Tinker SDK. A sixth of the time they are alone;
-then a third tenant does all that a caller may try, at once and without a pause, from a process of low priority, because
-callers are on other machines. In the last third, worker and environment host are killed as well. Memory, descriptors,
+model of a few hundred kilobytes, chat, and drive a model through the Tinker SDK; API calls are timed in a separate
+process, which waits for nothing of these. A sixth of the time they are alone; then a third tenant does all that a
+caller may try, at once and without a pause, from a process of low priority, because callers are on other machines. In the last third, worker and environment host are killed as well. Memory, descriptors,
 threads and the database's size are looked at all the time; their slopes are per finished job, by least squares, after
 a warm-up. A run of at least ``LONG`` seconds writes ``results/soak.json``; the exit code tells whether every target
 that could be measured was met.
@@ -54,7 +54,7 @@ from rookery.errors import Unavailable
 LONG = 1000
 """Seconds of a run whose slopes count: some hundred jobs after the warm-up."""
 TENANTS, STEPS = 2, 4
-LOOK_SECONDS, KILL_SECONDS = 1.0, 20.0
+LOOK_SECONDS, READ_SECONDS, KILL_SECONDS = 1.0, 0.1, 20.0
 NICENESS = 19
 """Of the hostile tenant's process."""
 WORKER_SLOPE = 10e3
@@ -96,7 +96,9 @@ class Soak:
     steps: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
     """Seconds from one step of a job to the next, of the two tenants."""
     calls: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
-    """Seconds of an API call of theirs."""
+    """Seconds of an API call of one of them."""
+    began: dict[str, float] = field(default_factory=dict)
+    """When each phase began, by the machine's monotonic clock."""
     looks: list[Look] = field(default_factory=list)
     answers: Counter[str] = field(default_factory=Counter)
     """The answers to the hostile tenant, by attack and status."""
@@ -104,6 +106,13 @@ class Soak:
     """Load averages of a minute, at each look."""
     wrong: list[str] = field(default_factory=list)
     """The faults that other tenants saw."""
+
+    def __post_init__(self) -> None:
+        self.enter(PHASES[0])
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+        self.began[phase] = time.monotonic()
 
     def tenant(self, name: str) -> str:
         """A key of a new tenant."""
@@ -138,9 +147,14 @@ class Soak:
 
     def chat(self, client: rookery.Client) -> None:
         client.sample(MODEL, "Hello", max_tokens=8)
-        began = time.monotonic()
-        client.models()
-        self.calls[self.phase].append(time.monotonic() - began)
+
+    def take_calls(self, calls: Sequence[tuple[float, float, str]]) -> None:
+        """What :func:`read` printed."""
+        for began, seconds, fault in calls:
+            phase = [name for name, start in self.began.items() if start <= began][-1]
+            self.calls[phase].append(seconds)
+            if fault:
+                self.wrong.append(f"{phase}: read: {fault}")
 
     def tune(self, service: tinker.ServiceClient) -> None:
         """Some steps of a new model, through the Tinker SDK."""
@@ -244,17 +258,34 @@ def attack(url: str, key: str) -> NoReturn:
     insist_until_told(hostile, attacks(hostile), NICENESS)
 
 
+def read(url: str, key: str) -> NoReturn:
+    """The reading process: until the end of standard input; then it prints when each call began, its seconds, and what
+    was wrong."""
+    ended, calls = threading.Event(), []
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    with rookery.Client(url, key) as client:
+        while not ended.wait(READ_SECONDS):
+            began, fault = time.monotonic(), ""
+            try:
+                client.models()
+            except Exception as error:
+                fault = f"{type(error).__name__}: {error}"
+            calls.append((began, time.monotonic() - began, fault))
+    print(json.dumps(calls), flush=True)
+    sys.exit()
+
+
 @contextmanager
-def attacking(soak: Soak, key: str) -> Iterator[None]:
-    """The hostile tenant works within."""
-    command = [sys.executable, "-m", "benchmarks.scale.soak", "--attack", soak.town.url, key]
+def separate(option: str, url: str, key: str, take: Callable[[Any], None]) -> Iterator[None]:
+    """A process of this file works within; ``take`` gets what it prints at its end."""
+    command = [sys.executable, "-m", "benchmarks.scale.soak", option, url, key]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
             yield
-            answers, _ = process.communicate(timeout=END_SECONDS * 6)
-            soak.answers.update(json.loads(answers))
+            printed, _ = process.communicate(timeout=END_SECONDS * 6)
+            take(json.loads(printed))
         finally:
             process.kill()
 
@@ -332,21 +363,22 @@ def run(seconds: float, folder: Path) -> Soak:
             threads[-1].start()
 
         wait_until(lambda: any(row.state == "serving" for row in town.client.workers()), "a worker serves")
-        for number in range(TENANTS):
-            key = soak.tenant(f"tenant{number}")
+        keys = [soak.tenant(f"tenant{number}") for number in range(TENANTS)]
+        for key in keys:
             client = stack.enter_context(rookery.Client(town.url, key))
             begin(soak.repeat, 0.0, soak.train, client)
             begin(soak.repeat, 0.5, soak.chat, client)
             begin(soak.repeat, 1.0, soak.tune, tinker.ServiceClient(base_url=f"{town.url}/tinker", api_key=key))
         begin(soak.watch)
         begin(soak.kill)
-        time.sleep(seconds / 6)
-        soak.phase = PHASES[1]
-        with attacking(soak, soak.tenant("hostile")):
-            time.sleep(seconds / 2)
-            soak.phase = PHASES[2]
-            time.sleep(seconds / 3)
-            soak.stop.set()
+        with separate("--read", town.url, keys[0], soak.take_calls):
+            time.sleep(seconds / 6)
+            soak.enter(PHASES[1])
+            with separate("--attack", town.url, soak.tenant("hostile"), soak.answers.update):
+                time.sleep(seconds / 2)
+                soak.enter(PHASES[2])
+                time.sleep(seconds / 3)
+                soak.stop.set()
         ended = time.monotonic() + END_SECONDS
         for thread in threads:
             thread.join(max(0.0, ended - time.monotonic()))
@@ -382,10 +414,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seconds", type=float, default=1200)
     parser.add_argument("--jobs", type=int, default=0, help="only so many small jobs, three at a time")
-    parser.add_argument("--attack", nargs=2, metavar=("URL", "KEY"), help=argparse.SUPPRESS)
+    for work in ("--attack", "--read"):
+        parser.add_argument(work, nargs=2, metavar=("URL", "KEY"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.attack:
         attack(*given.attack)
+    if given.read:
+        read(*given.read)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         if given.jobs:
             result = report_jobs(run_jobs(given.jobs, Path(folder)))
