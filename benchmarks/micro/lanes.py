@@ -3,11 +3,14 @@ thread.
 
 Both kinds of work wait all the time: so many rows that decode, and optimizer steps of 8 x 128 tokens. A rate is the
 tokens of a kind per second over those of the same kind alone on all cores; the sum of both rates is 1 in turns that
-cost nothing. No turns can exceed it: rows whose sum in turns is above :data:`bars.LANES_TURNS_MOST` have no verdict.
-Arms take turns within one process. Each round measures each kind alone again, generation before and after the arms and
-only while every row decodes, so that a machine that others load, and texts that grow, move all arms alike. No text ends
-within a round. Last, each kind of work alone, with the planner and without.
-``python -m benchmarks.micro.lanes``; six minutes."""
+cost nothing. What is judged is the sum over that in turns of the same round: a weighted mean of what each kind gains,
+of which an error of a rate alone moves the weights only. Arms take turns within one process. Each round measures each
+kind alone again, generation before and after the arms and only while every row decodes, so that a machine that others
+load, and texts that grow, move all arms alike. No text ends within a round. Last, each kind of work alone, with the
+planner and without.
+
+``python -m benchmarks.micro.lanes``; six minutes.
+"""
 
 from __future__ import annotations
 
@@ -201,8 +204,10 @@ def measure(worker: Worker, rows: int, times: int) -> dict[str, list[tuple[float
 
 
 def slowdowns_of(rates: Mapping[str, list[tuple[float, float]]]) -> list[float]:
-    """Of generation and training, always beside each other."""
-    return [statistics.median(1 / rate for rate in part) for part in zip(*rates["beside"], strict=True)]
+    """Of generation and training, always beside each other, where turns cost nothing."""
+    rounds = zip(rates["turns"], rates["beside"], strict=True)
+    found = [[sum(turns) / rate for rate in beside] for turns, beside in rounds]
+    return [statistics.median(part) for part in zip(*found, strict=True)]
 
 
 def one_kind(worker: Worker, times: int) -> tuple[list[float], list[float]]:

@@ -3,10 +3,10 @@
 ``python -m benchmarks.scale.soak [--seconds N | --jobs N]``. Two tenants train small jobs one after another on a random
 model of a few hundred kilobytes, chat, and drive a model through the Tinker SDK; API calls are timed in a separate
 process, which waits for nothing of these. A sixth of the time they are alone; then a third tenant does all that a
-caller may try, at once and without a pause, from a process of low priority, because callers are on other machines. In the last third, worker and environment host are killed as well. Memory, descriptors,
-threads and the database's size are looked at all the time; their slopes are per finished job, by least squares, after
-a warm-up. A run of at least ``LONG`` seconds writes ``results/soak.json``; the exit code tells whether every target
-that could be measured was met.
+caller may try, at once and without a pause, from a process of low priority, because callers are on other machines. In
+the last third, worker and environment host are killed as well. Memory, descriptors, threads and the database's size are
+looked at all the time; their slopes are per finished job, by least squares, after a warm-up. A run of at least ``LONG``
+seconds writes ``results/soak.json``; the exit code tells whether every target that could be measured was met.
 
 ``--jobs N`` runs only N small jobs, three at a time: the growth of processes and database per job without the noise of
 the others (``results/soak_jobs.json``).

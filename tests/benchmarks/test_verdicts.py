@@ -42,10 +42,11 @@ def test_ways_next_to_programs_are_compared_with_no_control_alone() -> None:
     assert neighbours.over_alone(medians, "step", 1) == dict.fromkeys(neighbours.WAYS, 4.0)
 
 
-def test_slowdowns_are_those_of_lanes_without_a_planner() -> None:
-    rates = {"turns": [(0.5, 0.5)], "auto": [(0.55, 0.5)], "beside": [(0.8, 0.5), (0.8, 0.25), (0.8, 0.5)]}
+def test_slowdowns_are_those_of_lanes_without_a_planner_over_turns_of_the_same_round() -> None:
+    rates = {"turns": [(0.5, 0.5), (0.6, 0.6), (0.5, 0.5)], "auto": [(0.55, 0.5)] * 3}
+    rates["beside"] = [(0.8, 0.5), (0.96, 0.3), (0.8, 0.5)]
     assert set(rates) == set(lanes.ARMS)
-    assert lanes.slowdowns_of(rates) == [1.25, 2.0]
+    assert lanes.slowdowns_of(rates) == pytest.approx([1.25, 2.0])
 
 
 def test_elastic_pool_is_compared_with_a_number_that_waits_as_little() -> None:
