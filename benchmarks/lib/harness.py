@@ -194,10 +194,12 @@ class ResultFolders:
 
 
 def commit() -> str:
-    """The short hash of what is checked out, with ``+`` where tracked files differ from it; empty without git."""
+    """The short hash of what is checked out, with ``+`` where tracked files other than results differ from it; empty
+    without git."""
     try:
         run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=True)
-        changed = run(["git", "status", "--porcelain", "--untracked-files=no"]).stdout
+        elsewhere = [f":!benchmarks/{name}" for name in ("results", "plots", "RESULTS.md")]  # a measure writes there
+        changed = run(["git", "status", "--porcelain", "--untracked-files=no", "--", ".", *elsewhere]).stdout
         return str(run(["git", "rev-parse", "--short", "HEAD"]).stdout).strip() + "+" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return ""
