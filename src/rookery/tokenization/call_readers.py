@@ -270,9 +270,16 @@ class HarmonyReader(CallReader):
     """Channels of gpt-oss: ``final`` is the text, ``commentary to=functions.NAME`` a call, also without ``functions.``
     before the name of a tool, and text for another recipient or without one; ``analysis`` is neither."""
 
+    closing = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+
     def __init__(self, names: Sequence[str], parameters: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         super().__init__(names, parameters)
         self._header: str | None = None
+        self._called = ""
+        """The name of the tool that the present part calls."""
+
+    def quotes_of(self, inner: str) -> Quotes | None:
+        return IN_JSON if self._called and inner.startswith("{") else None
 
     def feed(self, text: str, *, last: bool) -> list[Piece]:
         self._held += text
@@ -285,33 +292,33 @@ class HarmonyReader(CallReader):
                         pieces += self._text(header)
                     break
                 self._header, self._held = header, rest
-            ends = [at for mark in _HARMONY_ENDS if (at := self._held.find(mark)) >= 0]
-            kept = max(overlap(self._held, mark) for mark in _HARMONY_ENDS) if not last else 0
-            end = min(ends, default=len(self._held) - kept)
-            body = self._held[:end]
-            recipient = re.search(r"to=(functions\.)?([\w.-]+)", self._header)
-            if recipient and (recipient[1] or recipient[2] in self.names):
-                if not ends and not last:
-                    break
-                call = call_of({"name": recipient[2], "arguments": body})
-                if call is not None:
-                    self.calls += 1
-                    pieces.append(call)
-                else:
-                    pieces += self._text(body)
-            elif "analysis" not in self._header:
-                pieces += self._text(body)
-            self._held = self._held[end:]
-            if not ends:
+                self._searched, self._quoted, self._malformed = 0, "", False
+                recipient = _RECIPIENT.search(header)
+                known = recipient is not None and (recipient[1] or recipient[2] in self.names)
+                self._called = recipient[2] if recipient is not None and known else ""
+            end = self._end(last)
+            if end < 0 and not last and self._called:
                 break
-            mark = next(mark for mark in _HARMONY_ENDS if self._held.startswith(mark))
-            self._held, self._header = self._held[len(mark) :], None
+            kept = max(overlap(self._held, mark) for mark in self.closing) if end < 0 and not last else 0
+            body = self._held[: end if end >= 0 else len(self._held) - kept]
+            self._held, self._searched = self._held[len(body) :], 0
+            if end >= 0:
+                body = next(body.removesuffix(mark) for mark in self.closing if body.endswith(mark))
+            call = call_of({"name": self._called, "arguments": body}) if self._called else None
+            if call is not None:
+                self.calls += 1
+                pieces.append(call)
+            elif self._called or "analysis" not in self._header:
+                pieces += self._text(body)
+            if end < 0:
+                break
+            self._header = None
         if last and not self.calls and self._space:
             pieces.append(self._space)
         return pieces
 
 
-_HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_RECIPIENT = re.compile(r"to=(functions\.)?([\w.-]+)")
 
 
 class ForcedReader(CallReader):
