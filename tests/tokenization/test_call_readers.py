@@ -80,6 +80,20 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "LFM2.5": ("lfm", family(IN_PYTHON, "<|tool_call_start|>[", ", ", "]<|tool_call_end|>")),
     "OLMo 3": ("olmo", family(IN_PYTHON, "<function_calls>\n", "{{ '\\n' }}", "\n</function_calls>")),
     "Llama 4": ("pythonic", family(IN_PYTHON, "[", ", ", "]")),
+    "gpt-oss": ("harmony", family(
+        "<|channel|>commentary to=functions.{{ f.name }} json<|message|>{{ f.arguments | tojson }}<|call|>",
+        between="<|start|>assistant")),
+    "DeepSeek V3": ("deepseek", family(
+        "<｜tool▁call▁begin｜>{{ call.type }}<｜tool▁sep｜>{{ f.name }}\n```json\n{{ f.arguments | tojson }}\n```"
+        "<｜tool▁call▁end｜>", "<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>")),
+    "DeepSeek V3.1": ("deepseek", family(
+        "{{ '<｜tool▁call▁begin｜>' + f.name + '<｜tool▁sep｜>' + f.arguments + '<｜tool▁call▁end｜>' }}",
+        "<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>")),
+    "Kimi K2": ("kimi", family(
+        "<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>",
+        "<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>")),
+    "arguments as text": ("hermes", family(
+        "<tool_call>\n" + '{"name": "{{ f.name }}", "arguments": {{ f.arguments }}}' + "\n</tool_call>", between="\n")),
 }  # fmt: skip
 
 RAW = ("lfm", "olmo", "pythonic")
@@ -90,6 +104,7 @@ TEXTS = [
     '{"a": 1}', "</tool_call>", "<tool_call>", "see </tool_call>\n<tool_call>", "[TOOL_CALLS]", "[ARGS]{}",
     "</tool_calls>", "<|/tool_call|>", "</TOOLCALL>", "<|action_end|>", "<|END_ACTION|>", "<|tools_suffix|>",
     "</seed:tool_call>", "</minimax:tool_call>",
+    "<|call|>", "<|end|> <|start|>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "<|tool_calls_section_end|>", "```",
     "</function>", "</invoke>", "<tool_call|>", "<end_function_call>", "<|tool_call_end|>", "</function_calls>",
 ]  # fmt: skip
 QUOTED = ['say "x"', "it's", "\\", "\\n", r"\d+", 'a"</tool_call>']
@@ -180,6 +195,11 @@ NO_CALLS = [
     ("gemma", "<|tool_call>call:put{a:1,a:2}<tool_call|>"),
     ("gemma", "<|tool_call>call:put{a:}<tool_call|>"),
     ("gemma", "<|tool_call>put{a:1}<tool_call|>"),
+    ("deepseek", "<｜tool▁calls▁begin｜>put{}<｜tool▁calls▁end｜>"),
+    ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>put<｜tool▁sep｜>1<｜tool▁call▁end｜>"),
+    ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>put<｜tool▁sep｜>{} and<｜tool▁call▁end｜>"),
+    ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>put<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+    ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.put:0{}<|tool_call_end|>"),
     ("lfm", "<|tool_call_start|>[put(1)]<|tool_call_end|>"),
     ("lfm", "<|tool_call_start|>[put(a=open('x'))]<|tool_call_end|>"),
     ("lfm", "<|tool_call_start|>[put(a=b'x')]<|tool_call_end|>"),

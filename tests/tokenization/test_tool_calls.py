@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -177,6 +178,10 @@ MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|
          "</minimax:tool_call>", '<invoke name="add">', "</invoke>", "<function=add>", "</function>", "<parameter=a>",
          "</parameter>", "add", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "call:add{a:",
          '<|"|>', "<tool_call|>", "<|tool_call_start|>", "<|tool_call_end|>", "[add(a=", "'",
+         "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>add<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+         "<｜tool▁calls▁end｜>",
+         "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>",
+         "<|tool_calls_section_end|>",
          '"', ")]", "\\"]  # fmt: skip
 
 
@@ -302,6 +307,21 @@ def test_a_call_that_a_conversation_repeats_is_continued(template: str, text: st
     tokens = [*chat.conversation(before, tools), *sampled]
     longer = chat.continuation(tokens, sampled, [*before, calling, {"role": "tool", "content": "x"}], 1, tools)
     assert longer is not None and longer[: len(tokens)] == tokens
+
+
+def test_calls_whose_ids_are_their_names_are_numbered_in_a_conversation() -> None:
+    """As Kimi's template writes them, whatever ids the client gave, also the same one twice."""
+    chat = made(
+        "{%- for tool in tools or [] %}{{ tool | tojson }}{%- endfor %}{%- for m in messages %}<|im_start|>"
+        "{{ m.role }}\n{%- if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content }}"
+        "{%- if m.tool_calls %}<|tool_calls_section_begin|>{%- for call in m.tool_calls %}<|tool_call_begin|>"
+        "{{ call.id }}<|tool_call_argument_begin|>{{ call.function.arguments | tojson }}<|tool_call_end|>{%- endfor %}"
+        "<|tool_calls_section_end|>{%- endif %}<|im_end|>\n{%- endfor %}"
+        "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    turns = [*TURNS, {**TURNS[1], "tool_calls": [CALL, {**CALL, "id": "c2"}]}, {**TURNS[2], "tool_call_id": "c2"}]
+    text = chat.decode(chat.conversation([*turns, TURNS[2]], [ADD]))
+    assert re.findall(r"functions\.\w+:\d", text) == [f"functions.add:{n}" for n in (0, 0, 1, 2, 2, 1)]
 
 
 @pytest.mark.parametrize("space", ["", "\n"])

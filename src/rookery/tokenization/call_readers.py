@@ -393,6 +393,54 @@ class ApertusReader(JsonReader):
         return {"name": name, "arguments": arguments}
 
 
+class NamedReader(CallReader):
+    """Calls between two marks, each a name before its arguments in JSON."""
+
+    quotes = IN_JSON
+    named = re.compile("")
+    """The text before the arguments, with the group ``name``."""
+    ended = re.compile("")
+    """The text after them."""
+
+    def parse(self, block: str) -> Iterator[ToolCall]:
+        text, at, calls = self.inner(block), 0, list[ToolCall]()
+        while at < len(text):
+            if (named := self.named.match(text, at)) is None:
+                return
+            try:
+                value, at = DECODER.raw_decode(text, named.end())
+            except (ValueError, RecursionError):
+                return
+            ended, call = self.ended.match(text, at), made_call(named["name"], value)
+            if ended is None or call is None:
+                return
+            calls.append(call)
+            at = ended.end()
+        yield from calls
+
+
+class DeepSeekReader(NamedReader):
+    """``<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>…<｜tool▁calls▁end｜>``; by
+    V3 and R1 with ``function`` as the name, and NAME before the arguments in a block of Markdown."""
+
+    opening, closing = "<｜tool▁calls▁begin｜>", ("<｜tool▁calls▁end｜>",)
+    named = re.compile(
+        r"\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?=[^<{]*```))?(?P<name>[^\s<]+)\s*(?:<｜tool▁sep｜>|```json)\s*"
+    )
+    ended = re.compile(r"\s*(?:```)?\s*(?:<｜tool▁call▁end｜>|\Z)\s*")
+
+
+class KimiReader(NamedReader):
+    """``<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}
+    <|tool_call_end|>…<|tool_calls_section_end|>``."""
+
+    opening, closing = "<|tool_calls_section_begin|>", ("<|tool_calls_section_end|>",)
+    named = re.compile(
+        r"\s*<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\s<]+):\d+\s*<\|tool_call_argument_begin\|>\s*"
+    )
+    ended = re.compile(r"\s*(?:<\|tool_call_end\|>|\Z)\s*")
+
+
 class XmlReader(CallReader):
     """Calls in tags, as :class:`HermesReader` reads Qwen3-Coder's, between two other marks."""
 
@@ -475,6 +523,8 @@ READERS: dict[str, type[CallReader]] = {
     "intern": InternReader,
     "command": CommandReader,
     "apertus": ApertusReader,
+    "deepseek": DeepSeekReader,
+    "kimi": KimiReader,
     "seed": SeedReader,
     "minimax": MinimaxReader,
     "gemma": GemmaReader,

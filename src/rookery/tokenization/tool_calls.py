@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rookery.errors import UserError
@@ -59,6 +59,24 @@ INSTRUCTIONS = (
 )
 
 
+class _Ids:
+    """The ids of a conversation's calls that have their names."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, str] = {}
+        self._count = 0
+
+    def make(self, name: str, given: Any) -> str:
+        """That of the next call, whose id was ``given``."""
+        self._made[given] = made = f"functions.{name}:{self._count}"
+        self._count += 1
+        return made
+
+    def of(self, given: Any) -> Any:
+        """That of the last call whose id was ``given``."""
+        return self._made.get(given, given)
+
+
 @dataclass(frozen=True)
 class ToolSupport:
     """The form of tools in a chat template."""
@@ -71,11 +89,15 @@ class ToolSupport:
     """Whether it writes the calls of an assistant's message."""
     results: bool = False
     """Whether it knows the role ``tool``."""
-    fields: dict[str, Any] = field(default_factory=dict)
+    texts: bool = False
+    """Whether it takes a call's arguments as JSON text."""
+    ids: bool = False
+    """Whether it writes a call's id in place of its name: ``functions.NAME:0``, numbered in the conversation."""
 
     def adapt(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> tuple[Messages, dict[str, Any]]:
         """The conversation as the template can write it, and its further arguments."""
-        written = [self._message(dict(message)) for message in messages]
+        ids = _Ids()
+        written = [self._message(dict(message), ids) for message in messages]
         if not tools:
             return written, {}
         if self.argument == "tools":
@@ -89,7 +111,7 @@ class ToolSupport:
             return [first, *written[1:]], {}
         return [{"role": "system", "content": text}, *written], {}
 
-    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _message(self, message: dict[str, Any], ids: _Ids) -> dict[str, Any]:
         message["content"] = message.get("content") or ""
         calls = message.get("tool_calls")
         if calls and not self.calls:
@@ -103,9 +125,21 @@ class ToolSupport:
                 for call in calls
             ]
             message["content"] = "\n".join([message["content"], *blocks] if message.get("content") else blocks)
+        elif calls:
+            message["tool_calls"] = [self._call(call, ids) for call in calls]
         if message.get("role") == "tool" and not self.results:
             return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        if self.ids and "tool_call_id" in message:
+            message["tool_call_id"] = ids.of(message["tool_call_id"])
         return message
+
+    def _call(self, call: Mapping[str, Any], ids: _Ids) -> Mapping[str, Any]:
+        name, arguments = called(call)
+        if self.ids:
+            call = {**call, "id": ids.make(name, call.get("id"))}
+        if self.texts and not isinstance(arguments, str):
+            call = {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
+        return call
 
     def opening(self, name: str) -> str:
         """The text before a forced call of this tool in a reply: the rest is one JSON object."""
@@ -116,51 +150,64 @@ class ToolSupport:
 
 PROBE = "rookery_probe"
 
+FORMS: list[dict[str, bool]] = [{}, {"texts": True}, {"ids": True}]
+"""The forms of a call that templates take, of :class:`ToolSupport`."""
+
+_USER = {"role": "user", "content": "?"}
+
+
+def _calling(name: str) -> dict[str, Any]:
+    """A message that calls a tool."""
+    function = {"name": name, "arguments": {"text": "one two"}}
+    call = {"id": "abcdefghi", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
 
 def support_of(template: str, render: Any) -> ToolSupport:
-    """The form of tools in a template: ``render(messages, **arguments)`` is tried with each."""
-    user = {"role": "user", "content": "?"}
+    """The form of tools in a template: ``render(messages, **arguments)`` is tried with each. Calls have the first form
+    in which one is read back as the template writes it."""
     function = {"name": PROBE, "description": "?", "parameters": {"type": "object", "properties": {}}}
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": PROBE, "arguments": {}}}
-    called = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "content": PROBE, "tool_call_id": "abcdefghi", "name": "probe"}
 
-    def writes(messages: Messages, **arguments: Any) -> bool:
+    def writes(form: ToolSupport, *messages: Mapping[str, Any], **arguments: Any) -> bool:
         try:
-            return PROBE in render(messages, **arguments)
+            return PROBE in render(form.adapt([_USER, *messages], ())[0], **arguments)
         except (UserError, KeyError):
             return False
 
     tools = {"tools": [{"type": "function", "function": function}], "xml_tools": [function]}
-    argument = next((name for name, value in tools.items() if writes([user], **{name: value})), "")
-    calls = writes([user, called, {"role": "user", "content": "?"}]) or writes([user, called])
-    plain = {**called, "tool_calls": [{**call, "function": {"name": "other", "arguments": {}}}]}
-    results = writes([user, plain if calls else {"role": "assistant", "content": "?"}, result])
+    plain = ToolSupport("hermes")
+    argument = next((name for name, value in tools.items() if writes(plain, **{name: value})), "")
     if not argument:
-        return ToolSupport("hermes")
-    style = _style(template, render, {argument: tools[argument]}) if calls else style_of(template)
-    return ToolSupport(style, argument, calls, results)
+        return plain
+    forms = [ToolSupport(style_of(template), argument, calls=True, results=True, **form) for form in FORMS]
+    written = [form for form in forms if writes(form, _calling(PROBE), _USER) or writes(form, _calling(PROBE))]
+    read = (
+        replace(form, style=style) for form in written if (style := _style(form, render, {argument: tools[argument]}))
+    )
+    form = next(read, None) or (written[0] if written else replace(forms[0], calls=False))
+    before = _calling("other") if form.calls else {"role": "assistant", "content": "?"}
+    return replace(form, results=writes(form, before, result))
 
 
-def _style(template: str, render: Any, tools: Mapping[str, Any]) -> str:
-    """The format whose reader reads a call as the template writes it; where none does, that of the template's marks."""
-    style, arguments = style_of(template), {"text": "one two"}
-    user, written = {"role": "user", "content": "?"}, []
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": PROBE, "arguments": arguments}}
-    for reply in ({"content": "", "tool_calls": [call]}, {"content": PROBE}):
+def _style(form: ToolSupport, render: Any, tools: Mapping[str, Any]) -> str:
+    """The format whose reader reads a call as the template writes it, the given one if it does; empty where none
+    does."""
+    written: list[str] = []
+    calling = _calling(PROBE)
+    for reply in (calling, {"role": "assistant", "content": PROBE}):
         with contextlib.suppress(UserError, KeyError):
-            messages = [user, {"role": "assistant", **reply}]
+            messages, _ = form.adapt([_USER, reply], ())
             written.append(render(messages, add_generation_prompt=False, **tools))
     for begun in (True, False):
         with contextlib.suppress(UserError, KeyError, ValueError):
             text, plain = written
-            before = render([user], add_generation_prompt=begun, **tools)
+            before = render([_USER], add_generation_prompt=begun, **tools)
             if text.startswith(before):
                 text = text.removeprefix(before).removesuffix(plain.rpartition(PROBE)[2])
-                found = (name for name in (style, *READERS) if _reads(name, text, arguments))
-                style = next(found, style)
-                break
-    return style
+                _, arguments = called(calling["tool_calls"][0])
+                return next((name for name in (form.style, *READERS) if _reads(name, text, arguments)), "")
+    return ""
 
 
 def _reads(style: str, text: str, arguments: Mapping[str, Any]) -> bool:
