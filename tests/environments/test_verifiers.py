@@ -66,6 +66,7 @@ def test_exact() -> None:
         ("New\N{NO-BREAK SPACE}York", "New York", 1),
         ("New  York", "New\N{NARROW NO-BREAK SPACE}York", 1),
         ("\ufeffNew York\u200b", "New York", 1),
+        ("\N{ARABIC LETTER MARK}New York\N{RIGHT-TO-LEFT MARK}", "New York", 1),
         ("NewYork", "New York", 0),
         ("\N{HANGUL SYLLABLE GAG}", "\u1100\u1161\u11a8", 1),
         ("\N{LATIN SMALL LIGATURE FI}", "fi", 0),

@@ -18,6 +18,7 @@ from typing import Any
 SHAPELESS = dict.fromkeys(
     [
         0xAD,
+        0x61C,
         0x180E,
         0x200B,
         0x200E,
