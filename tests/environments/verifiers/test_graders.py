@@ -79,8 +79,10 @@ def test_templates_are_filled(template: str, text: str, item: dict[str, Any], va
 
 
 @pytest.mark.parametrize(
-    "placeholder", ["foo", "item", "sample.nothing", "item..a", "item.a b", "", "sample.output_tools[0]"]
-)
+    "placeholder",
+    ["foo", "item", "sample.nothing", "item..a", "item.a b", "", "sample.output_tools[0]", "sample.output_text.a",
+     "sample.output_text[0]"],
+)  # fmt: skip
 def test_a_template_that_names_nothing_is_refused(placeholder: str) -> None:
     with pytest.raises(ValueError, match="names nothing"):
         check_templates(GRADERS.validate_python(string_check(input="{{ " + placeholder + " }}")))
@@ -234,6 +236,8 @@ def test_a_similarity_to_an_empty_text_is_refused() -> None:
     with pytest.raises(ValueError, match="a text of text_similarity is empty for the row, which an empty reply equals"):
         check_item(GRADERS.validate_python(similar), {"answer": ""})
     check_item(GRADERS.validate_python(similar), {"answer": "a"})
+    with pytest.raises(ValueError, match="a text of text_similarity is empty for the row"):  # as a part
+        check_item(GRADERS.validate_python({**multi("a"), "graders": {"a": similar}}), {"answer": ""})
     fields = string_check(input="{{ sample.output_json.middle_name }}")
     check_item(GRADERS.validate_python(fields), {"answer": ""})  # a field may be empty
 

@@ -66,7 +66,7 @@ def paths(template: str) -> list[list[str | int]]:
                 break
             steps.append(step[1] if step[1] is not None else int(step[2]))
             at = step.end()
-        known = steps[:1] == ["item"] or steps[:2] in (["sample", "output_text"], ["sample", "output_json"])
+        known = steps[:1] == ["item"] or steps == ["sample", "output_text"] or steps[:2] == ["sample", "output_json"]
         if at < len(placeholder) or not known or len(steps) < 2:
             raise ValueError(
                 f"the template {{{{ {placeholder[:60]} }}}} names nothing; give item.FIELD, sample.output_text or"

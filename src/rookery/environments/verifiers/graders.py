@@ -196,11 +196,11 @@ def check_item(grader: OneGrader, item: Mapping[str, Any]) -> None:
         contains = isinstance(one, StringCheck) and one.operation in ("like", "ilike")
         if contains and _is_empty(one.reference, item):
             raise ValueError("the reference of string_check is empty for the row: every reply contains it")
-    if isinstance(grader, TextSimilarity) or (isinstance(grader, StringCheck) and grader.operation == "eq"):
-        for side, other in ((grader.input, grader.reference), (grader.reference, grader.input)):
-            replied = paths(other) == [["sample", "output_text"]] and not rendered(other, {}, item)
-            if replied and _is_empty(side, item):
-                raise ValueError(f"a text of {grader.type} is empty for the row, which an empty reply equals")
+        if isinstance(one, TextSimilarity) or (isinstance(one, StringCheck) and one.operation == "eq"):
+            for side, other in ((one.input, one.reference), (one.reference, one.input)):
+                replied = paths(other) == [["sample", "output_text"]] and not rendered(other, {}, item)
+                if replied and _is_empty(side, item):
+                    raise ValueError(f"a text of {one.type} is empty for the row, which an empty reply equals")
 
 
 def _is_empty(template: str, item: Mapping[str, Any]) -> bool:
