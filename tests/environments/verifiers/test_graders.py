@@ -6,10 +6,11 @@ import contextlib
 import json
 import math
 import time
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -52,9 +53,10 @@ def string_check(**changes: Any) -> dict[str, Any]:
         ("like", "oh yes", 0), ("ilike", "oh yes", 1), ("ilike", "no", 0),
     ],
 )  # fmt: skip
-def test_texts_are_compared(operation: str, text: str, value: float) -> None:
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_texts_are_compared(operation: str, text: str, value: float, form: Literal["NFC", "NFD"]) -> None:
     grader = GRADERS.validate_python(string_check(operation=operation))
-    assert grade(grader, text, {"answer": "Yes"}).value == value
+    assert grade(grader, unicodedata.normalize(form, text.replace("e", "é")), {"answer": "Yés"}).value == value
 
 
 @pytest.mark.parametrize(
@@ -192,6 +194,8 @@ def test_a_formula_without_a_finite_value_earns_nothing(formula: str) -> None:
         ("rouge_1", "the cat sat.", "the cat", 0.8),
         ("rouge_2", "It is (very) good.", "it is very good", 1),
         ("rouge_l", "Paris.", "London.", 0),
+        ("rouge_1", "की", "का", 0),
+        ("rouge_2", "हिन्दी में लिखो", "हिन्दी में", 2 / 3),
         ("rouge_1", "?!", "!!", 0),
         ("rouge_1", "!!", "!!", 1),
         ("rouge_l", "!!", "word", 0),

@@ -10,12 +10,12 @@ from __future__ import annotations
 import ast
 import math
 import operator
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+import regex
 from pydantic import Discriminator, Field, field_validator, model_validator
 
 from rookery.bounds import LINE, Line, Name
@@ -28,6 +28,7 @@ from rookery.environments.verifiers.running_graders import (
     PythonGrader,
     ScoreModel,
 )
+from rookery.environments.verifiers.texts import composed
 from rookery.errors import short
 from rookery.spec.values import Rounded
 
@@ -54,7 +55,7 @@ class StringCheck(AnyGraderType):
         return [self.input, self.reference]
 
     def value(self, sample: Sample, item: Mapping[str, Any], tools: GraderTools) -> float:
-        given, wanted = rendered(self.input, sample, item), rendered(self.reference, sample, item)
+        given, wanted = (composed(rendered(text, sample, item)) for text in (self.input, self.reference))
         match self.operation:
             case "eq":
                 return float(given == wanted)
@@ -82,7 +83,7 @@ class TextSimilarity(AnyGraderType):
         return [self.input, self.reference]
 
     def value(self, sample: Sample, item: Mapping[str, Any], tools: GraderTools) -> float:
-        given, wanted = (rendered(text, sample, item)[:COMPARED] for text in (self.input, self.reference))
+        given, wanted = (composed(rendered(text, sample, item)[:COMPARED]) for text in (self.input, self.reference))
         return similarity(self.evaluation_metric, given, wanted)
 
 
@@ -280,8 +281,9 @@ def calculated(formula: str, values: Mapping[str, float], *, check: bool = False
 # --- similarity -------------------------------------------------------------------------------------------------------
 
 
-_WORD = re.compile(r"[^\W_]+")
-"""A word of ROUGE, as its authors' program and the library ``rouge-score`` divide texts."""
+_WORD = regex.compile(r"[\p{L}\p{M}\p{N}]+")
+"""A word of ROUGE, as its authors' program and the library ``rouge-score`` divide English texts: letters with their
+marks, of which scripts as Devanagari make vowels, and digits."""
 
 
 def similarity(metric: str, given: str, wanted: str) -> float:

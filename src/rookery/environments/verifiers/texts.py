@@ -35,7 +35,12 @@ that deletes them. The joiners U+200C and U+200D stay: they change letters and e
 
 def visible(text: str) -> str:
     """The text as a reader sees it, without surrounding white space."""
-    return " ".join(unicodedata.normalize("NFC", text.translate(SHAPELESS)).split())
+    return " ".join(composed(text.translate(SHAPELESS)).split())
+
+
+def composed(text: str) -> str:
+    """The text with composed letters (NFC), and nothing else changed."""
+    return unicodedata.normalize("NFC", text)
 
 
 def is_blank(text: str) -> bool:
@@ -51,8 +56,8 @@ def folded(text: str) -> str:
 def spaced(text: str) -> str:
     """The text composed (NFC), without shapeless characters, every horizontal space as a plain one. Line ends stay: for
     patterns, which may speak of lines."""
-    composed = unicodedata.normalize("NFC", text.translate(SHAPELESS))
-    return "".join(" " if ord(char) > 0x7F and unicodedata.category(char) == "Zs" else char for char in composed)
+    chars = composed(text.translate(SHAPELESS))
+    return "".join(" " if ord(char) > 0x7F and unicodedata.category(char) == "Zs" else char for char in chars)
 
 
 def decimal_of(value: Any) -> Decimal | None:
