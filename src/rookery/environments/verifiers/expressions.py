@@ -21,7 +21,7 @@ from fractions import Fraction
 from typing import Any
 
 from rookery.environments.verifiers.numbers import spelt_in_ascii
-from rookery.environments.verifiers.sentences import last_answer
+from rookery.environments.verifiers.sentences import last_answer, ratio_in_words
 from rookery.environments.verifiers.texts import decimal_of, described, visible
 
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})(?![\w.]*\w)", re.ASCII)
@@ -262,7 +262,7 @@ def reply_latex(text: str, *, words: bool = False) -> str | None:
             return clear(answer)
         text = text[:-_END] + _bared(end)
         return _raised(_written(_RANGE.sub(lambda found: f"{found[0][0]} to {found[0][-1]}", text)))
-    return clear(boxed)
+    return clear(ratio_in_words(boxed) or boxed)
 
 
 def _bared(text: str) -> str:

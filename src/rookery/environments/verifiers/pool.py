@@ -396,7 +396,7 @@ def prepare_math() -> Callable[..., Any]:
             gold, given = (expressions(text, folds=True) for text in (expected, latex))
         if measure and other and size != other_size and given and isinstance(given[0], Expr):
             given = [given[0] * Rational(other_size / size)]
-        gold, given = _as_sets(gold, given)
+        gold, given = _as_sets(*_with_imaginary_unit(gold, given))
         sides = [_in_order(gold, given), *_without_per_cent(gold, given)]
         return any(verify(*both, **precision(both[0][0], expected), timeout_seconds=None) for both in sides)
 
@@ -421,6 +421,24 @@ def _folds(*sides: Sequence[Any]) -> bool:
             return False
         capitals |= any(name != name.lower() for name in names)
     return capitals
+
+
+def _with_imaginary_unit(gold: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Both sides with ``i`` as the imaginary unit, where it is the only letter on either: next to others it may be an
+    index."""
+    from sympy import Basic, I
+
+    letters = {letter for one in (*gold, *given) if isinstance(one, Basic) for letter in one.free_symbols}
+    if {str(letter) for letter in letters} != {"i"}:
+        return gold, given
+    units = dict.fromkeys(letters, I)
+
+    def replaced(side: list[Any]) -> list[Any]:
+        return [one.subs(units) if isinstance(one, Basic) else one for one in side]
+
+    with contextlib.suppress(TypeError, ValueError):  # an interval or an inequality: i is a variable
+        return replaced(gold), replaced(given)
+    return gold, given
 
 
 def _as_sets(gold: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:

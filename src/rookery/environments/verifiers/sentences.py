@@ -37,6 +37,15 @@ _SEVERAL = re.compile(
     rf",? (?:and|or) (?P<last>{_NUMBER})[\s.!*_`]*\Z",
     re.ASCII,
 )
+_RATIO = re.compile(
+    rf"(?P<range>\bfrom )?(?<![\w.,/$:])[$(\\]*(?P<first>{_NUMBER})[$)\\]*"
+    rf"(?:[ -]to[ -]| *\\text ?\{{ *to *\}} *)[$(\\]*(?P<last>{_NUMBER})[$)\\\s.!*_`]*\Z",
+    re.ASCII,
+)
+"""A ratio in words, and after ``from`` a range."""
+_FACTORIAL = re.compile(
+    r"(?=.*[\w)]!)(?!.*!!)(?:\d++(?:\.\d++)?+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|[-+*/^()!]| (?! ))++", re.ASCII
+)
 _CONGRUENCE = re.compile(
     r"(?:(?P<name>[A-Za-z]) ?(?:\\equiv(?![A-Za-z])|≡) ?)?(?P<rest>-?\d{1,30}) ?"
     r"(?:\\pmod ?(?:\{ ?(?P<braced>\d{1,30}) ?\}|(?P<bare>\d{1,30}))"
@@ -50,17 +59,28 @@ def last_answer(text: str) -> str | None:
     end = text[-END:]
     tagged = _LAST_TAG.search(end)
     if tagged is not None:
-        return _answer(tagged[2])
+        return _answer(tagged[2], whole=True)
+    if (ratio := ratio_in_words(end)) is not None:
+        return ratio
     several = _SEVERAL.search(end)
     if several is not None:
         return f"{several['first']}, {several['last']}" if several["not"] is None else None
     starts = [found.end() for found in _BEFORE.finditer(end.rstrip())]
-    return _answer(end[max(starts, default=0) :].strip(" \n*_`."))
+    return _answer(end[max(starts, default=0) :].strip(" \n*_`."), whole=not starts)
 
 
-def _answer(text: str) -> str | None:
-    """A text that is one answer which needs no words; None for any other."""
+def ratio_in_words(text: str) -> str | None:
+    """The ratio with which a text ends, ``3 to 2`` as ``3:2``, and a range as it is; None for any other end."""
+    found = _RATIO.search(text)
+    return None if found is None else f"{found['first']}{' to ' if found['range'] else ':'}{found['last']}"
+
+
+def _answer(text: str, *, whole: bool) -> str | None:
+    """A text that is one answer which needs no words; None for any other. Where it is not the ``whole`` reply, an
+    exclamation mark at its end is that of the sentence."""
     text = text.strip().removesuffix(".").strip()
+    if _FACTORIAL.fullmatch(text) and (whole or not text.endswith("!")):
+        return text
     several = _SEVERAL.fullmatch(text)
     if several is not None:
         return f"{several['first']}, {several['last']}"
