@@ -152,7 +152,7 @@ class Soak:
         client.sample(MODEL, "Hello", max_tokens=8)
 
     def take_calls(self, calls: Sequence[tuple[float, float, str]]) -> None:
-        """What :func:`read` printed."""
+        """Note the calls that :func:`read` printed."""
         for began, seconds, fault in calls:
             phase = [name for name, start in self.began.items() if start <= began][-1]
             self.calls[phase].append(seconds)
@@ -267,7 +267,12 @@ def read(url: str, key: str) -> NoReturn:
     """The reading process: until the end of standard input; then it prints when each call began, its seconds, and what
     was wrong."""
     ended, calls = threading.Event(), []
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+
+    def wait() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
     with rookery.Client(url, key) as client:
         while not ended.wait(READ_SECONDS):
             began, fault = time.monotonic(), ""
