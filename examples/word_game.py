@@ -33,7 +33,7 @@ MAX_TOKENS = 1
 WRONG = 0.2
 """Cost of a reply that is no move. Losing the game for it instead would let any legal move beat an untrained rival."""
 SWAP_STEPS = 4
-STEPS = 16
+STEPS = 32
 
 
 class WordGame(rookery.Environment):

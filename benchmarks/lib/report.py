@@ -66,7 +66,6 @@ AGAIN = {
     "lost workers, restarts, joining workers, seeding": "make bench-preemption",
     "Tinker calls compared with SkyRL's server; log-probabilities of sampling and training": "make bench-tinker",
     "the Tinker cookbook's arithmetic": "make cookbook",
-    "a verifier that begins slowly, next to its solver": "python examples/solver_verifier.py",
     "16 receivers of 2 GB: <= 1.5 x one copy (20 minutes, 34 GB of disk)": (
         "python -m benchmarks.scale.weights --chain 4 16 --arms ours --mega 2000 --rate 60 --folder FOLDER"
     ),
