@@ -112,7 +112,14 @@ async def test_each_policy_learns_from_its_replies_and_rewards(service: Service)
 
 
 async def test_a_policy_stops_and_steps_by_its_rules(service: Service) -> None:
-    await service.join(script=debate)
+    worker, _ = await service.join(script=debate)
+    evicted = list[int]()
+
+    async def answer(operation: Any) -> None:
+        """As usual; how many policies the worker keeps no state of by then."""
+        evicted.append(len({one.policy for one in worker.other if isinstance(one, protocol.EvictArtifacts)} - {""}))
+
+    worker.answer = answer
     policies = {
         "solver": {"stop": {"steps": 1}},
         "verifier": {"algorithm": {"groups_per_step": 1, "max_staleness": 1}, "sampling": {"max_tokens": 3}},
@@ -120,6 +127,7 @@ async def test_a_policy_stops_and_steps_by_its_rules(service: Service) -> None:
     job = await submit(service, policies=policies, stop__steps=3)
     view = await service.ends(job)
     assert view.reason == "solver: 1 step; verifier: 3 steps" and (view.step, view.steps) == (4, 4)
+    assert evicted[-1] == 1, "the solver's, which has stopped"
     for _, episode in service.database.read(jobs.recent_episodes, "alice", job, 100):
         part = episode_result_decoder.decode(episode.trajectories).of("verifier")
         assert part is not None and part.num_action_tokens <= 3

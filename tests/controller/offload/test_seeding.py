@@ -303,10 +303,12 @@ def play(
         reserved = site.worker("reserved", world.machine)
         reserved.start()
         await world.rent(preemptible)
-        host = site.host({"builtin:fast": 0.01}, prompt_tokens=20, reward=by_number)
+        submitted = spec or job()
+        speakers = {"builtin:fast": list(submitted.get("policies", []))}
+        host = site.host({"builtin:fast": 0.01}, prompt_tokens=20, reward=by_number, speakers=speakers)
         await host.join()
         await asyncio.sleep(0.5)
-        view, _ = await site.controller.submit("alice", spec or job())
+        view, _ = await site.controller.submit("alice", submitted)
         world.job = view.id
         result = await act(world)
         await world.rent(0)
@@ -467,6 +469,20 @@ def test_two_strict_jobs_are_seeded_together() -> None:
             assert rows[-1]["seconds/trainer_wait"] >= 0
 
     play(act, preemptible=2, spec=job(micro_batch=0))
+
+
+def test_a_policy_that_has_stopped_keeps_no_worker_from_generating() -> None:
+    """The other one trains on, strictly, and alone: there is nothing to overlap."""
+
+    async def act(world: SimulatedFleet) -> None:
+        rows = await world.reach(7)
+        assert [row["policy_step"] for row in rows if row["policy"] == "solver"] == [1, 2]
+        assert any("remote_workers" in row for row in rows[:4])
+        assert not any("remote_workers" in row for row in rows[5:])
+        assert not world.site.controller.context.rooms.rollouts.closed
+
+    policies = {"solver": {"stop": {"steps": 2}}, "verifier": {}}
+    play(act, preemptible=2, spec={**job(micro_batch=0), "policies": policies})
 
 
 def test_the_reserved_worker_trains() -> None:

@@ -68,7 +68,7 @@ class TrainingJob:
     def waits_for(self) -> str:
         """The present bottleneck: a worker, the trainer, the engine or the environment; empty if none."""
         spec, progress, rooms = self.spec, self.progress, self._controller.rooms
-        trains = {*map(spec.base_model_of, spec.trained), *progress.new_models}
+        trains = {*self._trained_models, *progress.new_models}
         for model in spec.base_models:
             roles = [*([] if spec.algorithm.on_rows else ["rollout"]), *(["train"] if model in trains else [])]
             if not all(rooms.fleet.serving(role, model) for role in roles):
@@ -84,10 +84,15 @@ class TrainingJob:
             return f"environment ({count_of(environment, 'episode')})"
         return ""
 
+    @property
+    def _trained_models(self) -> set[str]:
+        """The base models of the policies that need a trainer."""
+        return {loop.policy.model for loop in self.loops if loop.needs_trainer}
+
     def _sharing(self) -> str:
         """The number of operations that share the trainer, where there are others than this job's."""
-        fleet, models = self._controller.rooms.fleet, {self.spec.base_model_of(name) for name in self.spec.trained}
-        trainers = [worker for model in models for worker in fleet.serving("train", model)]
+        fleet = self._controller.rooms.fleet
+        trainers = [worker for model in self._trained_models for worker in fleet.serving("train", model)]
         operations = sum(worker.beat.training for worker in trainers if worker.beat is not None)
         return f" ({count_of(operations, 'operation')} take turns)" if operations > OPERATIONS_PER_STEP else ""
 
@@ -105,13 +110,12 @@ class TrainingJob:
                     tasks.create_task(self._keep_in_flight(tasks)),
                     tasks.create_task(self._watch_wall_time()),
                 ]
-                training = [tasks.create_task(loop.train(tasks)) for loop in self.loops]
+                training = [tasks.create_task(self._train(loop, tasks)) for loop in self.loops]
                 reasons = [await one for one in training]
                 for task in background:
                     task.cancel()
                 self.groups.cancel()
             for loop in self.loops:
-                seeding.leave(loop.versions.row.id)
                 await loop.end()
             for loop in self.loops:
                 loop.versions.release()
@@ -128,6 +132,15 @@ class TrainingJob:
             for loop in self.loops:
                 loop.forget()
                 seeding.leave(loop.versions.row.id)
+
+    async def _train(self, loop: PolicyLoop, tasks: TaskGroup) -> str:
+        """Train one policy until a stop condition of its holds; returns which. Then no worker keeps its training state,
+        or waits for its next step, however long the others train."""
+        reason = await loop.train(tasks)
+        self._controller.rooms.seeding.leave(loop.versions.row.id)
+        if not loop.needs_trainer:
+            loop.forget()
+        return reason
 
     async def _begin(self) -> None:
         """Load or create the versions to start from, and load the groups and evaluations of an earlier run."""

@@ -109,6 +109,11 @@ class PolicyLoop:
         self.over = False
         """It trains no more."""
 
+    @property
+    def needs_trainer(self) -> bool:
+        """Whether a worker trains it, or will."""
+        return not self.over
+
     async def begin(self) -> None:
         """Load or create the version to start from."""
         await prepare(self._job, self.policy, self._run, self._rng())
@@ -321,7 +326,7 @@ class PolicyLoop:
             await evaluate(self._job, self.policy, self.versions.head.version)
 
     def forget(self) -> None:
-        """The job ends or pauses: workers need its training state no more."""
+        """It trains no more, or not for now: workers need its training state no more."""
         self._run.forget()
 
     def _stop_reason(self, after: float | None = None, taken: int = 0) -> str | None:

@@ -73,6 +73,11 @@ class RowLoop(PolicyLoop):
         assert size is not None  # of an algorithm on rows
         return size
 
+    @property
+    def needs_trainer(self) -> bool:
+        """Also for the held-out loss of its last version."""
+        return True
+
     def budget(self, in_flight: int) -> int:
         """Nothing is sampled."""
         return 0
