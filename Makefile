@@ -132,7 +132,7 @@ chaos-at-scale: $(VENV)/.tests
 # memory over many jobs and adapters, floods of jobs in virtual time, the CUDA path as far as a CPU can tell: six minutes.
 INTEGRATION := tests/test_install.py tests/test_step_files.py tests/controller tests/server/test_agents.py tests/server/tinker tests/worker/trainer \
 	tests/cli tests/worker/model tests/worker/test_memory.py tests/worker/test_tenant_isolation.py \
-	tests/worker/test_thread_counts.py tests/worker/transfer/test_killed.py \
+	tests/worker/test_thread_counts.py tests/worker/transfer \
 	tests/simulation/test_fairness.py \
 	$(filter-out %_smoke.py,$(wildcard tests/benchmarks/test_*.py)) \
 	tests/storage/test_standby.py tests/storage/test_away.py tests/storage/test_backup.py tests/worker/engine/test_exactness.py tests/worker/engine/hf \

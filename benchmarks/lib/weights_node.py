@@ -57,7 +57,7 @@ class Node:
             self.published,
             self.reads,
         )
-        listening, self.address = listen(given.connect, given.address, 7100)
+        listening, self.address = listen(given.connect, given.address, given.port)
         assert listening is not None
         self.server = PeerServer(given.cache, listening, self.published, self.reads, RULES)
         self.waiting: dict[str, asyncio.Future[list[str]]] = {}
@@ -98,6 +98,8 @@ class Node:
             "pulled_from_peers_bytes": float(self.transfers.bytes_from_peers),
             "pulled_from_service_bytes": float(self.transfers.bytes_from_service),
             "served_to_peers_bytes": float(self.server.bytes_sent),
+            "rebuilt": float(self.transfers.rebuilt),
+            "corrupt": float(self.transfers.corrupt),
         }
         return protocol.Heartbeat(
             epoch=epoch, progress=0, active=0, waiting=0, training=0, generated=0, decode_seconds=0.0,
@@ -154,6 +156,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     for name in ("connect", "name", "site", "address"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--port", type=int, default=7100, help="of the peer server")
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--peer-seconds", type=float, default=PATIENCE)
     asyncio.run(Node(parser.parse_args()).run())

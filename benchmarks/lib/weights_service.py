@@ -120,10 +120,10 @@ def application(artifacts: Artifacts) -> FastAPI:
         return FileResponse(artifacts.root / digest / name)
 
     @app.post("/replicate/{digest}")
-    async def replicate(digest: str, arm: str, receivers: str, rank: int = 0) -> float:
-        """Workers receive the artifact; the time at which that was decided."""
+    async def replicate(digest: str, receivers: str, arm: str = "ours", policy: str = "", version: int = 1) -> float:
+        """Workers receive the artifact, a whole model; the time at which that was decided."""
         store_module.plan_routes = ARMS[arm]
-        ref = protocol.AdapterRef(policy=digest, version=1, hash=digest, rank=rank, alpha=1.0)
+        ref = protocol.AdapterRef(policy=policy or digest, version=version, hash=digest, rank=0, alpha=1.0)
         in_use[:] = [ref]
         weights.retain(ref)
         weights.routed.clear()
@@ -134,7 +134,7 @@ def application(artifacts: Artifacts) -> FastAPI:
 
     @app.post("/evict/{digest}")
     async def evict(digest: str) -> None:
-        in_use.clear()
+        in_use[:] = [ref for ref in in_use if ref.hash != digest]
         weights.unpublish([digest])
 
     @app.get("/state/{digest}")
@@ -161,6 +161,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--artifacts", type=Path)
     parser.add_argument("--host")
+    parser.add_argument("--port", type=int, default=7077)
     given = parser.parse_args()
     app = application(Artifacts(given.artifacts))
-    uvicorn.run(app, host=given.host, port=7077, log_level="warning", ws="websockets-sansio")
+    uvicorn.run(app, host=given.host, port=given.port, log_level="warning", ws="websockets-sansio")
