@@ -48,6 +48,14 @@ def main() -> None:
                 result.add(f"{name}: worker-hours from {start} workers over those of {count}", shares, "x")
         result.add(f"{name}: best fixed number, trainer waits {MOST_WAIT:.0%} at most", [run.sizes[0] for run in best],
                    "workers", "known only after the run")  # fmt: skip
+        floors = [trace.floor for trace in traces[name]]
+        over = {
+            what: [run.worker_seconds / floor for run, floor in zip(runs, floors, strict=True)]
+            for what, runs in ((f"{few} fixed", fixed[few]), ("the best fixed number", best))
+        }
+        for what, ratios in over.items():
+            result.add(f"{name}: worker-hours of {what} over the least of any pool", ratios, "x",
+                       "generation and training, known without a run")  # fmt: skip
         result.add(f"{name}: share of waiting, second half", [run.wait_share_late for run in ours], "of 1")
         turns = max(map(reversals, [*ours, *shrunk]))
         result.judge(f"{name}: at most one reversal from either size", str(turns), turns <= 1, f"{len(SEEDS)} seeds")
@@ -65,14 +73,16 @@ def main() -> None:
             result.judge(f"{name}: fewer worker-hours than the best fixed number that waits as little",
                          f"{worst:.3f} x at most", worst < 1)  # fmt: skip
         for start, elastic in ((few, ours), (many, shrunk)):
-            over = [
+            shares = [
                 max(a.worker_seconds / b.worker_seconds for a, b in zip(elastic, fixed[count], strict=True))
                 for count in (few, many)
             ]
             waits = max(run.wait_share_late for run in fixed[few])
+            least = min(1 / ratio for ratio in over[f"{few} fixed"])
             result.judge(f"{name}: from {start} workers, fewer worker-hours than either fixed number, {few} and {many}",
-                         f"{over[0]:.3f} x and {over[1]:.3f} x at most", max(over) < 1,
-                         f"the trainer of {few} fixed workers waits up to {waits:.0%} of its time")  # fmt: skip
+                         f"{shares[0]:.3f} x and {shares[1]:.3f} x at most", max(shares) < 1,
+                         f"no pool needs less than {least:.3f} x of {few} fixed workers, whose trainer waits up to"
+                         f" {waits:.0%} of its time")  # fmt: skip
         wait = max(run.wait_share_late for runs in (ours, shrunk) for run in runs)
         result.judge(f"{name}: the trainer waits <= {MOST_WAIT:.0%} of the second half", f"{wait:.1%} at most",
                      wait <= MOST_WAIT)  # fmt: skip

@@ -176,8 +176,18 @@ def test_headroom_and_margin_are_needed() -> None:
 
 
 def test_best_fixed_size_is_the_right_one_where_that_is_constant() -> None:
+    """Half of it costs little more, as the trainer, which waits, is one worker of eleven: no pool saves a tenth."""
     for seed in SEEDS:
         trace = StepTrace.steady(10, 200, seed)
         best = best_fixed(trace, 0.05)
         assert set(best.sizes) == {10}
         assert best.worker_seconds < replay(trace, 5, elastic=True).worker_seconds < 1.1 * best.worker_seconds
+        assert 1.02 * trace.floor < best.worker_seconds
+        assert replay(trace, 5, elastic=False).worker_seconds < 1.1 * trace.floor
+
+
+@pytest.mark.parametrize("size", [1, 4, 9, 40])
+def test_no_pool_costs_less_than_the_floor(size: int) -> None:
+    for trace in (StepTrace.steady(10, 60, 1), StepTrace.growing(4, 12, 60, 2)):
+        for follows in (False, True):
+            assert replay(trace, size, elastic=follows).worker_seconds >= trace.floor * (1 - 1e-12)

@@ -55,6 +55,13 @@ class StepTrace:
         return cls([TRAIN_SECONDS * r * n for r, n in zip(right, noise, strict=True)], [TRAIN_SECONDS] * steps)
 
 
+    @property
+    def floor(self) -> float:
+        """Worker-seconds that no pool goes below, whatever its sizes are: a step with ``w`` workers takes the longer of
+        generation / w and training, and costs ``w`` workers and the trainer for that time, so both are paid once."""
+        return sum(self.generation) + sum(self.training)
+
+
 @dataclass
 class PoolRun:
     sizes: list[int] = field(default_factory=list)
