@@ -38,7 +38,7 @@ from rookery.worker.trainer.fsdp.module import (
     whole,
 )
 from rookery.worker.trainer.operation_loss import compares, operation_loss
-from rookery.worker.trainer.optim import CLIP_EPS, MOMENTS, AdapterExport, Vectors, is_finite_step
+from rookery.worker.trainer.optim import CLIP_EPS, MOMENTS, AdapterExport, Vectors, apply_adamw, is_finite_step
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,9 @@ class PolicyShard:
         self._adapter: Adapter | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         """Trained ones by name."""
+        self._moments: dict[str, dict[str, Tensor]] = {}
+        """Their AdamW moments, sharded as they are: by moment, then by name."""
+        self._step = 0
         self._reference: dict[str, Tensor] = {}
         """This process's shards of the version that KL penalties compare with."""
         self._nonfinite = False
@@ -78,19 +81,17 @@ class PolicyShard:
         self._adapter = export.adapter if export is not None else None
         self._module = build(self._model, self._mesh, self._dtype, self._adapter, recompute=self._recompute)
         self._parameters = dict(lora_of(self._module) if lora else weights_of(self._module))
-        self._optimizer = torch.optim.AdamW(self._parameters.values(), fused=True)
+        self._moments = {name: self._zeros() for name in MOMENTS}
         self._step = 0
-        for parameter in self._parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
-            moments = {name: torch.zeros_like(parameter.detach()) for name in MOMENTS}
-            self._optimizer.state[parameter] = {"step": torch.tensor(0.0, device=self._device), **moments}
+        for key, zeros in self._zeros().items():
+            self._parameters[key].grad = zeros
         if export is not None:
             set_weights(self._module, versions.base_weights(self._model, self._config))
             for key, parameter in self._parameters.items():
                 layer, part, side = key.split(".")
                 fill(parameter, export.adapter.weights[int(layer), part]["AB".index(side)])
                 for name in MOMENTS if export.moments else ():
-                    fill(self._optimizer.state[parameter][name], export.moments[f"{key}.{name}"])
+                    fill(self._moments[name][key], export.moments[f"{key}.{name}"])
             self._step = export.step
         elif versions.has_state(folder):
             self._step = versions.load_state(folder, self._tensors())
@@ -110,7 +111,7 @@ class PolicyShard:
     def unload(self) -> None:
         """Free all memory."""
         self._module = self._adapter = None
-        self._parameters, self._reference = {}, {}
+        self._parameters, self._moments, self._reference = {}, {}, {}
         self._nonfinite = False
 
     def export(self, folder: Path) -> AdapterExport | None:
@@ -127,21 +128,24 @@ class PolicyShard:
             layer, part, _ = key.split(".")
             weights[int(layer), part] = (*weights.get((int(layer), part), ()), whole(parameter))
             for name in MOMENTS if self._step else ():
-                moments[f"{key}.{name}"] = whole(self._optimizer.state[parameter][name])
+                moments[f"{key}.{name}"] = whole(self._moments[name][key])
         pairs = {key: (pair[0], pair[1]) for key, pair in weights.items()}
         adapter = Adapter(self._adapter.rank, self._adapter.alpha, pairs, self._adapter.rslora)
         return AdapterExport(adapter, moments, self._step) if dist.get_rank() == 0 else None
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         """Weights and moments by name."""
-        states = {key: self._optimizer.state[parameter] for key, parameter in self._parameters.items()}
-        moments = {name: {key: state[name] for key, state in states.items()} for name in MOMENTS}
-        return {"weights": {key: parameter.detach() for key, parameter in self._parameters.items()}, **moments}
+        return {"weights": {key: parameter.detach() for key, parameter in self._parameters.items()}, **self._moments}
+
+    def _zeros(self) -> dict[str, Tensor]:
+        """One tensor as each parameter, sharded as it is."""
+        return {key: torch.zeros_like(parameter.detach()) for key, parameter in self._parameters.items()}
 
     # --- operations -------------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
-        self._optimizer.zero_grad(set_to_none=False)
+        for parameter in self._parameters.values():
+            local(parameter.grad).zero_()
         self._nonfinite = False
 
     def forward_backward(self, op: protocol.ForwardBackward, sequences: Sequence[protocol.Datum]) -> PassResult:
@@ -177,9 +181,6 @@ class PolicyShard:
 
     def optim_step(self, adam: protocol.Adam, scale: float) -> dict[str, float]:
         """One AdamW step, with the metrics of :meth:`rookery.worker.trainer.optim.PolicyState.adamw`."""
-        for parameter in self._parameters.values():
-            if parameter.grad is None:  # no pass since the load
-                parameter.grad = torch.zeros_like(parameter)
         gradients = [local(parameter.grad) for parameter in self._parameters.values()]
         squares = sum(gradient.square().sum() for gradient in gradients) * scale**2
         sums = torch.stack([torch.as_tensor(squares).double().cpu(), torch.tensor(float(self._nonfinite)).double()])
@@ -194,22 +195,17 @@ class PolicyShard:
             dist.all_reduce(anywhere)
             skipped = bool(anywhere)
         if not skipped:
-            for gradient in gradients:
-                gradient.mul_(factor)
-            self._optimizer.param_groups[0].update(
-                lr=adam.lr, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
-            )
-            for state in self._optimizer.state.values():
-                state["step"].fill_(float(self._step))
-            self._optimizer.step()
+            for vectors in self._shards():
+                vectors[1].mul_(factor)
+                apply_adamw(adam, self._step, vectors)
             self._step += 1
         self.zero_grad()
         return {"grad_norm": norm, "lr": adam.lr, "skipped": float(skipped)}
 
     def _shards(self) -> Iterator[Vectors]:
         """This process's shards of each parameter, its gradient and moments."""
-        for parameter in self._parameters.values():
-            first, second = (local(self._optimizer.state[parameter][name]) for name in MOMENTS)
+        for key, parameter in self._parameters.items():
+            first, second = (local(self._moments[name][key]) for name in MOMENTS)
             yield local(parameter.detach()), local(parameter.grad), first, second
 
     @contextmanager
