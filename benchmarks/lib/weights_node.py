@@ -67,7 +67,7 @@ class Node:
         if self.channel is None:
             raise TransferFailed("no connection")
         waiting = self.waiting.setdefault(digest, asyncio.get_running_loop().create_future())
-        await self.channel.send(protocol.SourcesRequest(epoch=self.channel.epoch, hash=digest, failed=failed))
+        await self.channel.send(protocol.SourcesRequest(hash=digest, failed=failed))
         try:
             async with asyncio.timeout(3.0):
                 return await asyncio.shield(waiting)
@@ -89,11 +89,11 @@ class Node:
         self.reads.use(channel.welcome)
         self.channel = channel
         try:
-            await channel.run(self.handle, lambda: self.beat(channel.epoch), self.report(channel))
+            await channel.run(self.handle, self.beat, self.report(channel))
         finally:
             self.channel = None
 
-    def beat(self, epoch: int) -> protocol.Heartbeat:
+    def beat(self) -> protocol.Heartbeat:
         gauges = {
             "pulled_from_peers_bytes": float(self.transfers.bytes_from_peers),
             "pulled_from_service_bytes": float(self.transfers.bytes_from_service),
@@ -102,14 +102,14 @@ class Node:
             "corrupt": float(self.transfers.corrupt),
         }
         return protocol.Heartbeat(
-            epoch=epoch, progress=0, active=0, waiting=0, training=0, generated=0, decode_seconds=0.0,
+            progress=0, active=0, waiting=0, training=0, generated=0, decode_seconds=0.0,
             train_seconds=0.0, receiving=self.transfers.receiving, gauges=gauges,
         )  # fmt: skip
 
     async def report(self, channel: Channel[protocol.ToWorker]) -> None:
         while True:
             await self.events.pending.wait()
-            for message in self.events.take(channel.epoch):
+            for message in self.events.take():
                 await channel.send(message)
 
     def handle(self, message: protocol.ToWorker) -> None:

@@ -194,14 +194,14 @@ class ShippedWorker(FakeWorker):
         compute: Any = InlineCompute(self)
         transfers: Any = FakeTransfers(self)
         self.generation = GenerationManager(compute, transfers, lambda urgent: None)
-        self.operations = TrainingOps(compute, transfers, self.send_result, self.announce)
+        self.operations = TrainingOps(compute, transfers, self.send_answer, self.announce)
         self._expired = 0.0
 
     def pull(self, ref: protocol.AdapterRef) -> asyncio.Future[bool]:
         return self._pull(ref)
 
-    async def send_result(self, op: str, **fields: Any) -> None:
-        await self.send(protocol.OperationDone(epoch=0, op=op, **fields))
+    async def send_answer(self, done: protocol.OperationDone) -> None:
+        await self.send(done)
 
     async def announce(self, op: str, ref: protocol.AdapterRef, folder: Path) -> None:
         pass
@@ -239,7 +239,7 @@ class ShippedWorker(FakeWorker):
         self.generation.collect(self.engine.drain(now))
         while chunks := self.generation.take(now):
             self.sent += sum(len(chunk.tokens) for chunk in chunks)
-            await self.send(protocol.Output(epoch=0, chunks=chunks))
+            await self.send(protocol.Output(chunks=chunks))
         if now - self._expired > EXPIRE_SECONDS:
             self._expired = now
             self.generation.expire(now - HOLD_SECONDS)

@@ -35,11 +35,11 @@ class Held(Recording):
         super().__init__(*arguments, **named)
         self.held = threading.Event()
 
-    async def _reply(self, message: protocol.ToWorker, http: httpx.AsyncClient, epoch: int) -> protocol.Message | None:
+    async def _reply(self, message: protocol.ToWorker, http: httpx.AsyncClient) -> protocol.EpochMessage | None:
         if isinstance(message, protocol.Generate) and self.held.is_set():
             self.asked.append(message)
             return None
-        return await super()._reply(message, http, epoch)
+        return await super()._reply(message, http)
 
 
 class Pausing(rookery.Agent):

@@ -63,16 +63,16 @@ class Recording(ThreadedWorker):
         self.stuck = False
         """Whether replies stay without an end."""
 
-    async def _reply(self, message: protocol.ToWorker, http: httpx.AsyncClient, epoch: int) -> protocol.Message | None:
+    async def _reply(self, message: protocol.ToWorker, http: httpx.AsyncClient) -> protocol.EpochMessage | None:
         if isinstance(message, protocol.ForwardBackward):
             self.batches.append((await http.get(f"/wire/batches/{message.batch_ticket}")).content)
         if isinstance(message, protocol.Generate):
             self.asked.append(message)
-        reply = await super()._reply(message, http, epoch)
+        reply = await super()._reply(message, http)
         if self.stuck and isinstance(reply, protocol.Output):
             (chunk,) = reply.chunks
             begun = msgspec.structs.replace(chunk, tokens=chunk.tokens[:1], logprobs=chunk.logprobs[:1], finish="")
-            return protocol.Output(epoch=epoch, chunks=[begun])
+            return protocol.Output(chunks=[begun])
         return reply
 
 

@@ -123,8 +123,7 @@ class ThreadedWorker:
         assert isinstance(channel.welcome, protocol.Welcome)
         self.reads = channel.welcome.reads
         beat = protocol.Heartbeat(
-            epoch=channel.epoch, progress=0, active=0, waiting=0, training=0, generated=0,
-            decode_seconds=0, train_seconds=0,
+            progress=0, active=0, waiting=0, training=0, generated=0, decode_seconds=0, train_seconds=0,
         )  # fmt: skip
         messages: asyncio.Queue[protocol.ToWorker] = asyncio.Queue()
         await channel.run(
@@ -137,43 +136,43 @@ class ThreadedWorker:
         while True:
             message = await messages.get()
             try:
-                reply = await self._reply(message, self._http, channel.epoch)
+                reply = await self._reply(message, self._http)
             except httpx.HTTPError as error:  # the service has deleted or cancelled it meanwhile, or is ending
-                reply = self._failed(message, str(error).partition("\n")[0], channel.epoch)
+                reply = self._failed(message, str(error).partition("\n")[0])
             if reply is not None:
                 await channel.send(reply)
 
-    def _failed(self, message: protocol.ToWorker, error: str, epoch: int) -> protocol.Message:
+    def _failed(self, message: protocol.ToWorker, error: str) -> protocol.EpochMessage:
         match message:
             case protocol.Generate():
                 chunk = protocol.TokenChunk(
                     request=message.request, assignment=message.assignment, offset=0, tokens=[], logprobs=[],
                     version=0, finish="error", error=error,
                 )  # fmt: skip
-                return protocol.Output(epoch=epoch, chunks=[chunk])
+                return protocol.Output(chunks=[chunk])
             case protocol.Replicate():
-                return protocol.PullFailed(epoch=epoch, hash=message.refs[0].hash, error=error)
+                return protocol.PullFailed(hash=message.refs[0].hash, error=error)
         assert isinstance(message, protocol.InitAdapter | protocol.ForwardBackward | protocol.OptimStep), error
-        return protocol.OperationDone(epoch=epoch, op=message.op, error=error, category="lost")
+        return protocol.OperationDone(op=message.op, error=error, category="lost")
 
-    async def _reply(self, message: protocol.ToWorker, http: httpx.AsyncClient, epoch: int) -> protocol.Message | None:
+    async def _reply(self, message: protocol.ToWorker, http: httpx.AsyncClient) -> protocol.EpochMessage | None:
         match message:
             case protocol.Generate(logits=logits) if logits is not None and self.engine == "vllm":
                 chunk = msgspec.structs.replace(
                     self._chunk(message), tokens=[], logprobs=[], top_logprobs=[], finish="abort", error="no logits"
                 )
-                return protocol.Output(epoch=epoch, chunks=[chunk])
+                return protocol.Output(chunks=[chunk])
             case protocol.Generate():
                 if message.adapter is not None:
                     await self._pull(http, message.adapter)
-                return protocol.Output(epoch=epoch, chunks=[self._chunk(message)])
+                return protocol.Output(chunks=[self._chunk(message)])
             case protocol.Replicate():
                 for ref in message.refs:
                     await self._pull(http, ref)
-                return protocol.AdaptersCached(epoch=epoch, hashes=[ref.hash for ref in message.refs])
+                return protocol.AdaptersCached(hashes=[ref.hash for ref in message.refs])
             case protocol.InitAdapter():
                 manifest = await self._push(http, message.upload, adapter_files(0.0))
-                return protocol.OperationDone(epoch=epoch, op=message.op, manifest=manifest)
+                return protocol.OperationDone(op=message.op, manifest=manifest)
             case protocol.ForwardBackward():
                 offered = (await http.get(f"/wire/batches/{message.batch_ticket}")).raise_for_status().content
                 found = protocol.decode(protocol.batches, offered)
@@ -183,7 +182,7 @@ class ThreadedWorker:
                 if message.logprobs:
                     targets += sum(weight != 0 for member in members for weight in member.weights)
                 return protocol.OperationDone(
-                    epoch=epoch, op=message.op, metrics={"loss:sum": 1.0, "tokens": float(count)},
+                    op=message.op, metrics={"loss:sum": 1.0, "tokens": float(count)},
                     logprobs=np.zeros(targets, np.float32).tobytes(),
                 )  # fmt: skip
             case protocol.OptimStep():
@@ -191,7 +190,7 @@ class ThreadedWorker:
                 files = {**adapter_files(self._steps), "trainer_state.safetensors": b"secret moments"}
                 manifest = await self._push(http, message.upload, files) if message.upload else None
                 metrics = {"grad_norm": 1.0, "lr": message.adam.lr if message.adam else 0.0, "skipped": 0.0}
-                return protocol.OperationDone(epoch=epoch, op=message.op, metrics=metrics, manifest=manifest)
+                return protocol.OperationDone(op=message.op, metrics=metrics, manifest=manifest)
         return None
 
     def _chunk(self, message: protocol.Generate) -> protocol.TokenChunk:

@@ -214,8 +214,8 @@ class ScriptedWorker(Peer):
         self.active.clear()
         self.trainer = FakeTrainer()
 
-    async def say(self, message: protocol.Message, epoch: int | None = None) -> None:
-        message.epoch = self.epoch if epoch is None else epoch  # type: ignore[attr-defined]
+    async def say(self, message: protocol.EpochMessage, epoch: int | None = None) -> None:
+        message.epoch = self.epoch if epoch is None else epoch
         if isinstance(message, protocol.Output):
             chunks = [(chunk, chunk.assignment or self.assignments.get(chunk.request, "")) for chunk in message.chunks]
             message = protocol.Output(

@@ -675,8 +675,8 @@ async def test_fault_of_the_worker_is_lost_and_fault_of_the_operation_is_failed(
 
     answers: list[tuple[str, str]] = []
 
-    async def answer(op: str, **told: Any) -> None:
-        answers.append((op, told["category"]))
+    async def answer(done: protocol.OperationDone) -> None:
+        answers.append((done.op, done.category))
 
     operations = TrainingOps(Troubled(), None, answer, answer)  # type: ignore[arg-type]
     operations.start(protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q"], seed=1, upload="u"))

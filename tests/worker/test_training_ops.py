@@ -57,9 +57,9 @@ async def test_a_cancelled_operation_leaves_the_trainer_and_is_not_answered(stag
     machine, sending = Machine(), asyncio.Event()
     answers: list[str] = []
 
-    async def answer(op: str, **fields: Any) -> None:
+    async def answer(done: protocol.OperationDone) -> None:
         await sending.wait()
-        answers.append(op)
+        answers.append(done.op)
 
     operations = TrainingOps(machine, None, answer, answer)  # type: ignore[arg-type]
     if stage == "preparing":

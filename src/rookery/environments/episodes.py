@@ -193,7 +193,7 @@ class Episodes:
         self._keep(task)
 
     async def _observe(self, episode: _Episode, name: str, turn: Coroutine[Any, Any, Step]) -> protocol.Observation:
-        observed = protocol.Observation(epoch=0, call="", episode=name)
+        observed = protocol.Observation(call="", episode=name)
         async with episode.busy:
             try:
                 step = await turn

@@ -161,9 +161,7 @@ class Host:
         self._channel, self._address = channel, channel.base
         self.connected.set()
         try:
-            await channel.run(
-                self._handle, lambda: protocol.HostHeartbeat(epoch=channel.epoch, active=len(self._episodes.ids()))
-            )
+            await channel.run(self._handle, lambda: protocol.HostHeartbeat(active=len(self._episodes.ids())))
         finally:
             self._channel = None
             self.connected.clear()
@@ -189,7 +187,7 @@ class Host:
     async def _send(self, message: Sent) -> None:
         if (channel := self._channel) is None:
             return  # the controller asks again after the reconnect
-        message.epoch = channel.epoch
+        message.epoch = channel.epoch  # it is a part of the size
         assert isinstance(channel.welcome, protocol.HostWelcome)
         frame, most = protocol.encode(message), channel.welcome.max_bytes or protocol.MAX_FRAME
         if problem := _problem(frame, most):  # it would end the connection, and be asked for again, without end
@@ -219,7 +217,7 @@ class Host:
     async def _ask_service(self, job: str, question: ModelQuestion) -> ModelAnswer:
         messages = [protocol.ChatMessage(role=one["role"], content=one["content"]) for one in question.messages]
         asked = protocol.AskModel(
-            epoch=0, call=uuid.uuid4().hex, job=job, model=question.model, messages=messages, schema=question.schema,
+            call=uuid.uuid4().hex, job=job, model=question.model, messages=messages, schema=question.schema,
             max_tokens=question.max_tokens, temperature=question.temperature, top_p=question.top_p, seed=question.seed,
         )  # fmt: skip
         reply = None
@@ -239,7 +237,7 @@ class Host:
 
     async def _prompts(self, message: protocol.GetPrompts) -> None:
         calling_tenant.set(message.tenant)
-        answer = protocol.Prompts(epoch=0, call=message.call)
+        answer = protocol.Prompts(call=message.call)
         try:
             prototype = await self._prototype(message.environment, message.options)
             threads = self._calls.thread_limit(message.job)
@@ -281,11 +279,11 @@ class Host:
 
     def _started(self, episode: str) -> None:
         """The agent of an episode runs."""
-        self._spawn(self._send(protocol.AgentStarted(epoch=0, episode=episode)))
+        self._spawn(self._send(protocol.AgentStarted(episode=episode)))
 
     def _queued(self, call: str, queued: bool) -> None:
         """The method of a call waits for a thread, or begins."""
-        self._spawn(self._send(protocol.CallQueued(epoch=0, call=call, queued=queued)))
+        self._spawn(self._send(protocol.CallQueued(call=call, queued=queued)))
 
     async def _build(self, name: str, options: dict[str, Any]) -> _Prototype:
         offer = self._offers.get(name)
@@ -312,7 +310,7 @@ class Host:
         try:
             turn = turn_of(message)  # here, so that calls take effect in the order in which they came
         except UserError as error:
-            refusal = protocol.Observation(epoch=0, call=message.call, episode=message.episode, error=str(error))
+            refusal = protocol.Observation(call=message.call, episode=message.episode, error=str(error))
             self._spawn(self._send(refusal))
         else:
             self._spawn(self._answer(message.call, turn))
@@ -349,8 +347,8 @@ def _problem(frame: bytes, most: int) -> str:
 def _refused(message: protocol.Prompts | protocol.Observation, error: str) -> protocol.Prompts | protocol.Observation:
     """An error in the place of an answer."""
     if isinstance(message, protocol.Prompts):
-        return protocol.Prompts(epoch=message.epoch, call=message.call, error=error)
-    return protocol.Observation(epoch=message.epoch, call=message.call, episode=message.episode, error=error)
+        return protocol.Prompts(call=message.call, error=error)
+    return protocol.Observation(call=message.call, episode=message.episode, error=error)
 
 
 async def serve(url: str, settings: Settings, *, end_with_parent: bool) -> None:

@@ -25,6 +25,7 @@ from rookery.protocol.common import (
     Adam,
     AdapterRef,
     Datum,
+    EpochMessage,
     Floats,
     GroupMember,
     HelloRejected,

@@ -25,9 +25,10 @@ class Message(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class EpochMessage(Message, kw_only=True):
-    """Base class of the messages that a worker or host sends after its welcome, which gave it ``epoch``."""
+    """Base class of the messages that a worker or host sends after its welcome. The connection on which one is sent
+    gives it the ``epoch`` of that welcome (:meth:`rookery.protocol.connection.Channel.send`)."""
 
-    epoch: Integer
+    epoch: Integer = 0
 
 
 class Struct(msgspec.Struct, omit_defaults=True):

@@ -34,7 +34,7 @@ from rookery.aio import cancel_all, first_of
 from rookery.clock import Clock
 from rookery.network import client_tls, proxy_of, service_url
 from rookery.protocol import MAX_FRAME, BadFrame, decode, encode, frame_of
-from rookery.protocol.common import PROTOCOL, HelloRejected, Message
+from rookery.protocol.common import PROTOCOL, EpochMessage, HelloRejected, Message
 from rookery.protocol.envhost import HostWelcome
 from rookery.protocol.worker import Welcome
 from rookery.turns import TenantLines
@@ -261,15 +261,17 @@ class Channel(Generic[M]):
         self._connection = connection
         self._decoder = decoder
 
-    async def send(self, message: Message) -> None:
-        """Raises :class:`ConnectionClosed`, and :class:`~rookery.protocol.FrameTooLarge`, of which nothing is sent."""
+    async def send(self, message: EpochMessage) -> None:
+        """Send it under the epoch of this connection. Raises :class:`ConnectionClosed`, and
+        :class:`~rookery.protocol.FrameTooLarge`, of which nothing is sent."""
+        message.epoch = self.epoch
         await self._connection.send(frame_of(message))
 
     async def close(self, reason: str) -> None:
         await self._connection.close(reason)
 
     async def run(
-        self, handle: Callable[[M], None], heartbeat: Callable[[], Message], *work: Coroutine[Any, Any, None]
+        self, handle: Callable[[M], None], heartbeat: Callable[[], EpochMessage], *work: Coroutine[Any, Any, None]
     ) -> None:
         """Handle messages in the order in which they arrive, send a heartbeat at once and at each interval, and run
         ``work``, until one of these ends; the others are cancelled and its exception propagates."""
@@ -287,7 +289,7 @@ class Channel(Generic[M]):
                 raise BadFrame("a second welcome")
             handle(message)
 
-    async def _beat(self, heartbeat: Callable[[], Message]) -> None:
+    async def _beat(self, heartbeat: Callable[[], EpochMessage]) -> None:
         while True:
             await self.send(heartbeat())
             await asyncio.sleep(self.heartbeat_seconds)

@@ -86,7 +86,7 @@ BEHIND_SECONDS = 1.0
 training slice, below which turns themselves are no closer."""
 
 IDLE = protocol.Heartbeat(
-    epoch=0, progress=0, active=0, waiting=0, training=0, generated=0, decode_seconds=0.0, train_seconds=0.0,
+    progress=0, active=0, waiting=0, training=0, generated=0, decode_seconds=0.0, train_seconds=0.0,
 )  # fmt: skip
 
 

@@ -23,9 +23,8 @@ import socket
 import time
 import uuid
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import psutil
@@ -81,7 +80,7 @@ async def report_refusal(options: WorkerOptions, ca_file: str, max_rank: int, re
     soon."""
 
     async def converse(channel: Channel[protocol.ToWorker]) -> None:
-        await channel.send(protocol.Draining(epoch=channel.epoch, reason=reason[:ERROR], refused=True))
+        await channel.send(protocol.Draining(reason=reason[:ERROR], refused=True))
         await channel.close("refused")
         raise asyncio.CancelledError
 
@@ -111,7 +110,7 @@ async def send_done(channel: Channel[protocol.ToWorker], done: protocol.Operatio
     logprobs = memoryview(done.logprobs)
     while len(logprobs) > FRAME_BYTES:
         part, logprobs = bytes(logprobs[:FRAME_BYTES]), logprobs[FRAME_BYTES:]
-        await channel.send(protocol.OperationDone(epoch=done.epoch, op=done.op, logprobs=part, more=True))
+        await channel.send(protocol.OperationDone(op=done.op, logprobs=part, more=True))
     await channel.send(msgspec.structs.replace(done, logprobs=bytes(logprobs)))
 
 
@@ -159,7 +158,7 @@ class ServiceConnection:
             abandoned=lambda digest: self._evict_adapters([digest]),
         )
         self._generation = GenerationManager(compute, self._transfers, self._on_output)
-        self._training = TrainingOps(compute, self._transfers, self._send_result, self._announce)
+        self._training = TrainingOps(compute, self._transfers, self._send_answer, self._announce)
         self._receiving = BackgroundTasks()
 
     def on_loaded(self, core: WorkerCore, model_hash: str) -> None:
@@ -185,9 +184,7 @@ class ServiceConnection:
             await self._training.drain(seconds)
         if self._channel is not None:
             with contextlib.suppress(ConnectionClosed):
-                await self._channel.send(
-                    protocol.Draining(epoch=self._channel.epoch, reason=reason[:ERROR], refused=refused)
-                )
+                await self._channel.send(protocol.Draining(reason=reason[:ERROR], refused=refused))
                 await self._channel.close("drained")
 
     async def close(self) -> None:
@@ -225,7 +222,7 @@ class ServiceConnection:
         unclaimed = asyncio.get_running_loop().call_later(keeps, self._generation.abort_unclaimed)
         flush = self._send_output(channel.welcome.flush_seconds)
         try:
-            await channel.run(self._handle, partial(self._heartbeat, channel.epoch), flush, self._report(channel))
+            await channel.run(self._handle, self._heartbeat, flush, self._report(channel))
         finally:
             self._channel = None
             self._connected.clear()
@@ -315,7 +312,7 @@ class ServiceConnection:
         if (channel := self._channel) is None:
             return
         with contextlib.suppress(ConnectionClosed):
-            await channel.send(protocol.VersionStaged(epoch=channel.epoch, op=op, hash=ref.hash, folder=folder.name))
+            await channel.send(protocol.VersionStaged(op=op, hash=ref.hash, folder=folder.name))
         if "rollout" in self._options.roles:
             self._prepare(ref, folder)
 
@@ -377,7 +374,7 @@ class ServiceConnection:
         self._urgent_output.clear()
         with contextlib.suppress(ConnectionClosed):  # they stay held until a controller claims them
             while (channel := self._channel) is not None and (chunks := self._generation.take(time.monotonic())):
-                await channel.send(protocol.Output(epoch=channel.epoch, chunks=chunks))
+                await channel.send(protocol.Output(chunks=chunks))
 
     async def _report(self, channel: Channel[protocol.ToWorker]) -> None:
         """Report that the base model is loaded, and adapters as they are cached or fail to arrive."""
@@ -387,7 +384,6 @@ class ServiceConnection:
             log.info("serving %s", self._options.model)
             await channel.send(
                 protocol.Ready(
-                    epoch=channel.epoch,
                     model_hash=self._model_hash,
                     max_context=self._core.engine.longest_text,
                     engine=self._core.implementation.engine,
@@ -400,15 +396,14 @@ class ServiceConnection:
             await self._send_cache_events(channel)
 
     async def _send_cache_events(self, channel: Channel[protocol.ToWorker]) -> None:
-        for message in self._cache_events.take(channel.epoch):
+        for message in self._cache_events.take():
             await channel.send(message)
 
-    def _heartbeat(self, epoch: int) -> protocol.Heartbeat:
+    def _heartbeat(self) -> protocol.Heartbeat:
         beat, transfers = self._compute.status.beat, self._transfers
         budget = self._core.budget if self._core is not None else None
         return msgspec.structs.replace(
             beat,
-            epoch=epoch,
             progress=progress(
                 beat, transfers.bytes_from_service + transfers.bytes_from_peers + self._generation.prepared
             ),
@@ -428,12 +423,12 @@ class ServiceConnection:
             },
         )
 
-    async def _send_result(self, op: str, **fields: Any) -> None:
+    async def _send_answer(self, done: protocol.OperationDone) -> None:
         if (channel := self._channel) is not None:
             with contextlib.suppress(ConnectionClosed):  # the controller sends again what it still wants
                 await self._send_cache_events(channel)  # an adapter that it publishes next is known to be cached here
-                fields["error"] = fields.get("error", "")[:ERROR]
-                await send_done(channel, protocol.OperationDone(epoch=channel.epoch, op=op, **fields))
+                done.error = done.error[:ERROR]
+                await send_done(channel, done)
 
     async def _request_sources(self, digest: str, failed: str) -> list[str]:
         """Other sources of an artifact than ``failed``. Raises :class:`TransferFailed`."""
@@ -442,7 +437,7 @@ class ServiceConnection:
         waiting = self._sources_requests.setdefault(digest, asyncio.get_running_loop().create_future())
         try:
             async with asyncio.timeout(PEER_SECONDS):
-                await channel.send(protocol.SourcesRequest(epoch=channel.epoch, hash=digest, failed=failed))
+                await channel.send(protocol.SourcesRequest(hash=digest, failed=failed))
                 return await asyncio.shield(waiting)
         except (TimeoutError, ConnectionClosed):
             self._sources_requests.pop(digest, None)

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rookery import protocol
 from rookery.errors import count_of
@@ -47,26 +47,12 @@ Inputs = tuple[bytes, list[Path]]
 """An encoded batch, and folders of gradients to add to its own."""
 
 
-class SendResult(Protocol):
-    """Sends an ``OperationDone`` on the present connection, or drops it if there is none."""
+SendAnswer = Callable[[protocol.OperationDone], Awaitable[None]]
+"""Sends it on the present connection, or drops it if there is none."""
 
-    def __call__(
-        self,
-        op: str,
-        *,
-        error: str = "",
-        category: Literal["", protocol.FailureCategory] = "",
-        metrics: dict[str, float] = ...,
-        logprobs: bytes = b"",
-        manifest: protocol.Manifest | None = None,
-    ) -> Awaitable[None]: ...
-
-
-class AnnounceVersion(Protocol):
-    """Has a version, which is in a private folder of the cache and not committed yet, ready where it will be used."""
-
-    def __call__(self, op: str, ref: protocol.AdapterRef, folder: Path) -> Awaitable[None]: ...
-
+AnnounceVersion = Callable[[str, protocol.AdapterRef, Path], Awaitable[None]]
+"""``announce(op, ref, folder)`` has a version that ``op`` made, which is in a private folder of the cache and not
+committed yet, ready where it will be used."""
 
 Stage = Literal["preparing", "queued", "computed"]
 """Of an operation here: its inputs are pulled, or its state is loaded, or it waits for its turn; the trainer has it;
@@ -99,11 +85,11 @@ class TrainingOps:
     """Belongs to the I/O thread."""
 
     def __init__(
-        self, compute: Compute, transfers: TransferClient, send_result: SendResult, announce: AnnounceVersion
+        self, compute: Compute, transfers: TransferClient, send: SendAnswer, announce: AnnounceVersion
     ) -> None:
         self._compute = compute
         self._transfers = transfers
-        self._send_result = send_result
+        self._send = send
         self._announce = announce
         self._room = MemoryQueue()
         self._turns: dict[str, asyncio.Lock] = {}
@@ -196,10 +182,11 @@ class TrainingOps:
             else:
                 await self._train(op)
         except StaleOperation as error:
-            await self._send_result(op.op, error=str(error), category="stale")
+            await self._send(protocol.OperationDone(op=op.op, error=str(error), category="stale"))
         except Exception as error:
             self._on_failed(op, one_line(error), traceback=not is_plain(error))
-            await self._send_result(op.op, error=one_line(error), category=failure_category(error))
+            category = failure_category(error)
+            await self._send(protocol.OperationDone(op=op.op, error=one_line(error), category=category))
 
     async def _init_adapter(self, op: protocol.InitAdapter) -> None:
         def first(source: Path | None) -> Awaitable[Export]:
@@ -231,8 +218,10 @@ class TrainingOps:
         if done.export is not None:
             await self._commit(op, done.export, done.metrics)
         else:
-            await self._send_result(
-                op.op, error=done.error, category=done.category, metrics=done.metrics, logprobs=done.logprobs
+            await self._send(
+                protocol.OperationDone(
+                    op=op.op, error=done.error, category=done.category, metrics=done.metrics, logprobs=done.logprobs
+                )
             )
 
     async def _fetch(self, op: protocol.ForwardBackward, pulled: contextlib.AsyncExitStack) -> Inputs:
@@ -300,7 +289,7 @@ class TrainingOps:
             manifest = await self._transfers.upload(op.upload, export.write)
         else:
             manifest = await self._transfers.upload(op.upload, export.write, staged)
-        await self._send_result(op.op, metrics=metrics, manifest=manifest)
+        await self._send(protocol.OperationDone(op=op.op, metrics=metrics, manifest=manifest))
 
     def _on_failed(self, op: AnyOperation, error: str, *, traceback: bool = False) -> None:
         self.failed += 1

@@ -467,7 +467,7 @@ async def test_adapter_comes_from_a_peer_and_trainer_state_from_the_service(
     service.requests.clear()
     assert await pulled_weights(here, ref) == FILES["adapter_model.safetensors"]
     assert service.requests == []
-    assert events.take(1) == [protocol.AdaptersCached(epoch=1, hashes=[ref.hash])]
+    assert events.take() == [protocol.AdaptersCached(hashes=[ref.hash])]
     assert (here.bytes_from_peers, here.bytes_from_service) == (SIZE + len(FILES["adapter_config.json"]), 0)
     async with here.pulled(ref, state=True):
         assert [name for name, _ in service.requests] == [f"{ref.hash}/trainer_state.safetensors"]
@@ -581,7 +581,7 @@ async def test_failed_pull_is_reported(service: Dialled, tmp_path: Path) -> None
     with pytest.raises(TransferFailed) as failure:
         async with here.pulled(ref):
             pass
-    assert events.take(1) == [protocol.PullFailed(epoch=1, hash=ref.hash, error=str(failure.value))]
+    assert events.take() == [protocol.PullFailed(hash=ref.hash, error=str(failure.value))]
     await here.close()
 
 
@@ -724,7 +724,7 @@ async def test_retained_artifacts_are_evicted_last_and_evictions_are_reported(se
         async with here.pulled(ref) as folder:
             pass
         os.utime(folder, (0, ref.version))
-        reports += events.take(1)
+        reports += events.take()
     assert set(here.cached()) == {refs[0].hash, refs[3].hash}, "the oldest one is retained"
     evicted = [digest for report in reports if isinstance(report, protocol.AdaptersEvicted) for digest in report.hashes]
     assert evicted == [refs[1].hash, refs[2].hash]

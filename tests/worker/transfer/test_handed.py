@@ -64,7 +64,7 @@ async def test_handed_over_version_is_in_place_when_it_is_committed(service: Dia
     assert trainer.cache_identity == receiver.cache_identity
     manifest, seen = await handed(service, trainer, receiver)
     assert seen == [True], "both map the same file"
-    assert events.take(1) == [protocol.HandedOver(epoch=1, hash=manifest.hash)]
+    assert events.take() == [protocol.HandedOver(hash=manifest.hash)]
     assert trainer.cached() == receiver.cached() == [], "it is not committed"
     ref = service.ref(manifest, 1)
     trainer.adopt(ref)
@@ -127,9 +127,9 @@ async def test_artifact_of_the_cache_is_not_withdrawn(service: Dialled, tmp_path
     trainer, receiver = transfers(service, tmp_path), transfers(service, tmp_path, events=events)
     manifest, _ = await handed(service, trainer, receiver)
     async with receiver.pulled(service.ref(manifest, 1)):
-        assert events.take(1) == [
-            protocol.HandedOver(epoch=1, hash=manifest.hash),
-            protocol.AdaptersCached(epoch=1, hashes=[manifest.hash]),
+        assert events.take() == [
+            protocol.HandedOver(hash=manifest.hash),
+            protocol.AdaptersCached(hashes=[manifest.hash]),
         ], "in the order in which they happened"
         assert receiver.withdraw([manifest.hash, "a" * 64]) == ["a" * 64], "engines keep what is committed"
         assert trainer.withdraw_all() == [], "it has the same cache"
@@ -243,13 +243,13 @@ async def test_artifact_that_is_unpublished_while_it_arrives_is_deleted(service:
         here.evict(ref.hash)
         assert (folder / WEIGHTS).read_bytes() == FILES[WEIGHTS]
     assert here.cached() == []
-    events.take(1)
+    events.take()
     here.replicate(ref)
     await eventually(lambda: bool(here.receiving))
     here.evict(ref.hash)
     await eventually(lambda: not here.receiving and not here.cached())
     assert here.cached() == []
-    assert events.take(1) == [], "it does not report what it does not have"
+    assert events.take() == [], "it does not report what it does not have"
     async with here.pulled(ref):  # named again: it stays
         here.evict(ref.hash)
         async with here.pulled(ref):

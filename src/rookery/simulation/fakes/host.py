@@ -161,14 +161,14 @@ class FakeHost:
     def prompts(self, message: protocol.GetPrompts) -> protocol.Prompts:
         numbers = range(message.start, message.start + message.count)
         prompts = [b'{"%s":%d}' % (message.split.encode(), number) for number in numbers]
-        return protocol.Prompts(epoch=0, call="", prompts=prompts)
+        return protocol.Prompts(call="", prompts=prompts)
 
     def observe(self, call: EpisodeCall) -> protocol.Observation | None:
         """The reply to a call: the first one's, where it was made before."""
         turn = call.turn if isinstance(call, protocol.StepEpisode) else -1
         replies = self.episodes.setdefault(call.episode, {})
         if turn not in replies:
-            blank = protocol.Observation(epoch=0, call="", episode=call.episode)
+            blank = protocol.Observation(call="", episode=call.episode)
             if self._keeps_episodes and turn >= 0 and turn - 1 not in replies:
                 return msgspec.structs.replace(blank, error="the episode is not alive here")
             fields = self._observe(call)

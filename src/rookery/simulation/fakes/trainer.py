@@ -118,7 +118,7 @@ class FakeTrainer:
         seed = f"seed {op.seed} rank {op.rank}"
         weights = source if source is not None else msgspec.json.encode(AdapterState(seed, seed))
         files = {ADAPTER: weights, CONFIG: peft_config(op.rank, op.alpha, op.targets)}
-        reply = protocol.OperationDone(epoch=0, op=op.op, metrics={"grad_norm": 1.0})
+        reply = protocol.OperationDone(op=op.op, metrics={"grad_norm": 1.0})
         return FakeOperationResult(reply, files, op.upload)
 
     def apply(
@@ -139,7 +139,7 @@ class FakeTrainer:
                 return FakeOperationResult(reply)
             self.evict(op.policy)  # it trains on another worker
             return FakeOperationResult(reply, {GRADIENT: msgspec.json.encode(state.gradient)}, op.upload)
-        reply = protocol.OperationDone(epoch=0, op=op.op)
+        reply = protocol.OperationDone(op=op.op)
         if op.adam is not None:
             state.steps.append(TrainedStep(sorted(state.gradient), f"{op.scale} {op.adam.lr}"))
             state.gradient, state.operations = [], 0
@@ -172,7 +172,7 @@ class FakeTrainer:
             metrics = {"loss:sum": float(rows), "tokens": float(rows)}
         else:
             metrics = {"loss:sum": 1.0, "tokens": float(loss_tokens), "entropy:sum": 2.0}
-        return protocol.OperationDone(epoch=0, op=op.op, metrics=metrics, logprobs=MINUS_ONE * rows)
+        return protocol.OperationDone(op=op.op, metrics=metrics, logprobs=MINUS_ONE * rows)
 
 
 def chain_of(parent: str, steps: Sequence[TrainedStep]) -> str:
@@ -190,7 +190,7 @@ def peft_config(rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = TA
 
 def stale(op: PolicyOperation, reason: str) -> protocol.OperationDone:
     """The reply to an operation whose state is not here."""
-    return protocol.OperationDone(epoch=0, op=op.op, error=reason, category="stale")
+    return protocol.OperationDone(op=op.op, error=reason, category="stale")
 
 
 def batch_size(batch: protocol.TrainingBatch) -> tuple[int, int]:

@@ -38,7 +38,7 @@ class TrainingProcess(FaultyProcess, Protocol):
 
     def adopt(self, digest: str) -> None: ...
 
-    async def send(self, message: protocol.Message) -> bool: ...
+    async def send(self, message: protocol.EpochMessage) -> bool: ...
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
 
@@ -160,13 +160,13 @@ class FakeTrainingOps:
             if ADAPTER in result.upload:
                 staged = protocol.manifest_of(_shard(*file) for file in result.upload.items()).hash
                 await self._worker.send(
-                    protocol.VersionStaged(epoch=0, op=reply.op, hash=staged, folder=f".1.{staged[:32]}")
+                    protocol.VersionStaged(op=reply.op, hash=staged, folder=f".1.{staged[:32]}")
                 )
             share = self._machine.push() / len(result.upload)
             written = [await self._upload(result.ticket, name, file, share) for name, file in result.upload.items()]
             shards = [shard for shard in written if shard is not None]
             if len(shards) < len(written):
-                reply = protocol.OperationDone(epoch=0, op=reply.op, error="the upload was rejected", category="lost")
+                reply = protocol.OperationDone(op=reply.op, error="the upload was rejected", category="lost")
             else:
                 reply = msgspec.structs.replace(reply, manifest=protocol.manifest_of(shards))
                 if ADAPTER in result.upload:

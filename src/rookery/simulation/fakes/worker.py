@@ -171,7 +171,7 @@ class FakeWorker:
 
     async def _leave(self) -> None:
         await self._flush()
-        if await self.send(protocol.Draining(epoch=0)) and self.connection is not None:
+        if await self.send(protocol.Draining()) and self.connection is not None:
             await self.connection.close("drained")
 
     # --- connection ---------------------------------------------------------------------------------------------------
@@ -227,13 +227,13 @@ class FakeWorker:
         await asyncio.sleep(max(0.0, self._started + self.machine.load - self._loop.time()))
         self._loaded = True
         fields = {name: getattr(self.hello, name) for name in ("model_hash", "max_context", "device", "dtype")}
-        await self.send(protocol.Ready(epoch=0, **fields))
+        await self.send(protocol.Ready(**fields))
 
     async def _heartbeat(self, seconds: float) -> None:
         while True:
             self.engine.expire(self._loop.time() - HOLD_SECONDS)
             heartbeat = protocol.Heartbeat(
-                epoch=0, progress=self.compute.slices, active=self.engine.active,
+                progress=self.compute.slices, active=self.engine.active,
                 waiting=self.engine.waiting + len(self._pulling), training=self.compute.pending,
                 generated=self.engine.generated, decode_seconds=self.compute.decoded,
                 train_seconds=self.compute.trained,
@@ -245,12 +245,12 @@ class FakeWorker:
                 return
             await asyncio.sleep(seconds)
 
-    async def send(self, message: protocol.Message) -> bool:
+    async def send(self, message: protocol.EpochMessage) -> bool:
         """Whether the message was sent: not without a connection."""
         await self._thawed.wait()
         if self.connection is None or self.connection.closed:
             return False
-        message.epoch = self.epoch  # type: ignore[attr-defined]
+        message.epoch = self.epoch
         await self.connection.send(protocol.encode(message))
         return True
 
@@ -326,7 +326,7 @@ class FakeWorker:
             request=request.request, assignment=request.assignment, offset=len(request.prefix_tokens), tokens=[],
             logprobs=[], version=0, finish="abort",
         )  # fmt: skip
-        await self.send(protocol.Output(epoch=0, chunks=[aborted]))
+        await self.send(protocol.Output(chunks=[aborted]))
 
     def _abort(self, abort: protocol.Abort) -> None:
         if (waiting := self._pulling.pop(abort.request, None)) is not None:
@@ -343,8 +343,8 @@ class FakeWorker:
         if self.connection is None or not (chunks := self.engine.drain(self._loop.time(), self.faults.resend_from)):
             return
         self.sent += sum(len(chunk.tokens) for chunk in chunks)
-        if await self.send(protocol.Output(epoch=0, chunks=chunks)) and self.faults.repeats_flush():
-            await self.send(protocol.Output(epoch=0, chunks=[chunk for chunk in chunks if not chunk.error]))
+        if await self.send(protocol.Output(chunks=chunks)) and self.faults.repeats_flush():
+            await self.send(protocol.Output(chunks=[chunk for chunk in chunks if not chunk.error]))
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -379,7 +379,7 @@ class FakeWorker:
         await asyncio.sleep(self.faults.delay("batch", 0.0))
         if epoch == self.epoch:
             self.handed.add(digest)
-            await self.send(protocol.HandedOver(epoch=0, hash=digest))
+            await self.send(protocol.HandedOver(hash=digest))
 
     def serves(self, digest: str) -> bool:
         return not self.frozen and digest in self._adapters
@@ -397,7 +397,7 @@ class FakeWorker:
             else:
                 return
             answer = self._sources[ref.hash] = self._loop.create_future()
-            await self.send(protocol.SourcesRequest(epoch=0, hash=ref.hash, failed=address))
+            await self.send(protocol.SourcesRequest(hash=ref.hash, failed=address))
             with suppress(TimeoutError):
                 async with asyncio.timeout(SOURCES_SECONDS):
                     sources = await answer
@@ -407,13 +407,13 @@ class FakeWorker:
         oldest = next((digest for digest in self._adapters if digest != kept and self._has(digest)), None)
         if oldest is not None:
             del self._adapters[oldest]
-            await self.send(protocol.AdaptersEvicted(epoch=0, hashes=[oldest]))
+            await self.send(protocol.AdaptersEvicted(hashes=[oldest]))
 
     async def _fetch(self, ref: protocol.AdapterRef) -> bool:
         await self._read(ref)
         if self.faults.pull_fails():
             self._adapters.pop(ref.hash, None)
-            await self.send(protocol.PullFailed(epoch=0, hash=ref.hash, error="the network is unreachable"))
+            await self.send(protocol.PullFailed(hash=ref.hash, error="the network is unreachable"))
             return False
         self.pulled_bytes += self.machine.adapter_bytes
         await self._report_cached(ref.hash)
@@ -422,4 +422,4 @@ class FakeWorker:
         return True
 
     async def _report_cached(self, digest: str) -> None:
-        await self.send(protocol.AdaptersCached(epoch=0, hashes=[digest]))
+        await self.send(protocol.AdaptersCached(hashes=[digest]))

@@ -313,17 +313,17 @@ class CacheEvents:
         self._reported.discard(digest)
         self._arrived = [one for one in self._arrived if one != digest]
 
-    def take(self, epoch: int) -> list[protocol.Message]:
+    def take(self) -> list[protocol.EpochMessage]:
         """Messages for the reports that have not been sent, and clear them."""
         self.pending.clear()
-        messages: list[protocol.Message] = [
-            protocol.PullFailed(epoch=epoch, hash=digest, error=error) for digest, error in self._failed.items()
+        messages: list[protocol.EpochMessage] = [
+            protocol.PullFailed(hash=digest, error=error) for digest, error in self._failed.items()
         ]
         if self._evicted:
-            messages.append(protocol.AdaptersEvicted(epoch=epoch, hashes=list(self._evicted)))
-        messages += [protocol.HandedOver(epoch=epoch, hash=digest) for digest in self._handed]
+            messages.append(protocol.AdaptersEvicted(hashes=list(self._evicted)))
+        messages += [protocol.HandedOver(hash=digest) for digest in self._handed]
         if self._arrived:  # after the hand-over, which came before the commit
-            messages.append(protocol.AdaptersCached(epoch=epoch, hashes=list(self._arrived)))
+            messages.append(protocol.AdaptersCached(hashes=list(self._arrived)))
         self._arrived.clear()
         self._evicted.clear()
         self._failed.clear()
