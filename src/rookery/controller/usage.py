@@ -22,7 +22,6 @@ from rookery.controller.fleet.worker import Worker
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.elastic import ElasticPool
 from rookery.controller.rollout.request import SamplingRequest
-from rookery.controller.training.dispatcher import Operation
 from rookery.controller.views import CostView, FleetCost
 from rookery.errors import RookeryError
 from rookery.scheduling.usage import HOUR, Interval, Kind, Usage, UsageRecord, WorkerMeter
@@ -165,7 +164,7 @@ class UsageMeter:
             job = request.job if (request.tenant, request.job) in self._usage else TENANT_TOTAL
             self._meters[worker].sampled((request.tenant, job), tokens)
 
-    def on_operation(self, worker: Worker, operation: Operation, done: protocol.OperationDone) -> None:
+    def on_operation(self, worker: Worker, operation: protocol.TrainingOperation, done: protocol.OperationDone) -> None:
         if isinstance(operation, protocol.InitAdapter) or worker not in self._meters:
             return
         self._quotas.add_tokens(operation.tenant, done.metrics.get("tokens", 0.0))

@@ -93,13 +93,16 @@ from rookery.protocol.worker import (
     Retain,
     Sources,
     SourcesRequest,
+    StateOperation,
     SwitchAdapter,
     ToWorker,
+    TrainingOperation,
     VersionCommitted,
     VersionStaged,
     Welcome,
     Withdraw,
     WorkMessage,
+    made_version,
 )
 
 T = TypeVar("T")

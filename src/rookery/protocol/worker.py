@@ -471,6 +471,18 @@ class InitAdapter(Message, kw_only=True):
     source: AdapterRef | None = None
 
 
+StateOperation = ForwardBackward | OptimStep
+"""An operation on the state of a policy that it names."""
+TrainingOperation = StateOperation | InitAdapter
+"""An operation that :class:`OperationDone` answers."""
+
+
+def made_version(operation: OptimStep | InitAdapter, digest: str) -> AdapterRef:
+    """The version with this hash that ``operation`` has made. It has no number before its commit: that is 0."""
+    like = operation if isinstance(operation, InitAdapter) else operation.parent
+    return AdapterRef(policy=operation.policy, version=0, hash=digest, rank=like.rank, alpha=like.alpha)
+
+
 WorkMessage = (
     AdaptersCached | AdaptersEvicted | VersionStaged | HandedOver | PullFailed | Output | SourcesRequest | OperationDone
 )
@@ -487,10 +499,8 @@ ToWorker = (
     | Withdraw
     | Sources
     | Retain
-    | ForwardBackward
-    | OptimStep
+    | TrainingOperation
     | VersionCommitted
     | CancelOperation
     | EvictArtifacts
-    | InitAdapter
 )

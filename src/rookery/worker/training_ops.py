@@ -40,8 +40,6 @@ from rookery.worker.transfer.http import is_plain, one_line
 log = logging.getLogger("rookery.worker.training_ops")
 
 T = TypeVar("T")
-TrainerOperation = protocol.ForwardBackward | protocol.OptimStep
-AnyOperation = TrainerOperation | protocol.InitAdapter
 
 Inputs = tuple[bytes, list[Path]]
 """An encoded batch, and folders of gradients to add to its own."""
@@ -63,7 +61,7 @@ the trainer has finished it, and its version is uploaded, or its answer is sent.
 class RunningOperation:
     """An operation that has not been answered."""
 
-    op: AnyOperation
+    op: protocol.TrainingOperation
     task: asyncio.Task[None]
     stage: Stage = "preparing"
     result: asyncio.Future[TrainerResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -101,7 +99,7 @@ class TrainingOps:
 
     # --- from the controller ----------------------------------------------------------------------------------------
 
-    def start(self, op: AnyOperation) -> None:
+    def start(self, op: protocol.TrainingOperation) -> None:
         """Run an operation, in its policy's order, and answer it."""
         running = self._running[op.op] = RunningOperation(op, asyncio.create_task(self._run(op)))
 
@@ -174,7 +172,7 @@ class TrainingOps:
 
     # --- one operation ----------------------------------------------------------------------------------------------
 
-    async def _run(self, op: AnyOperation) -> None:
+    async def _run(self, op: protocol.TrainingOperation) -> None:
         """Every error is the operation's answer."""
         try:
             if isinstance(op, protocol.InitAdapter):
@@ -199,7 +197,7 @@ class TrainingOps:
                 export = await self._room.retry(lambda: first(folder))
         await self._commit(op, export, {})
 
-    async def _train(self, op: TrainerOperation) -> None:
+    async def _train(self, op: protocol.StateOperation) -> None:
         async with contextlib.AsyncExitStack() as pulled:
             if isinstance(op, protocol.OptimStep):
                 result = await self._submit(op, None)
@@ -229,7 +227,9 @@ class TrainingOps:
         batch = await self._transfers.fetch_batch(op.batch_ticket)
         return batch, [await pulled.enter_async_context(self._transfers.pulled(ref)) for ref in op.gradients]
 
-    async def _submit(self, op: TrainerOperation, inputs: asyncio.Task[Inputs] | None) -> asyncio.Future[TrainerResult]:
+    async def _submit(
+        self, op: protocol.StateOperation, inputs: asyncio.Task[Inputs] | None
+    ) -> asyncio.Future[TrainerResult]:
         """Queue ``op`` in the trainer in its turn; the future of its result."""
         async with self._turns.setdefault(op.policy, asyncio.Lock()):
             await self._ensure_held(op)
@@ -242,7 +242,7 @@ class TrainingOps:
             batch = protocol.decode(protocol.batches, content)
             return await self._hand_over(op, lambda trainer: trainer.forward_backward(op, batch, gradients))
 
-    async def _ensure_held(self, op: TrainerOperation) -> None:
+    async def _ensure_held(self, op: protocol.StateOperation) -> None:
         """Have the trainer hold the version and steps that ``op`` names. Raises :class:`StaleOperation`."""
         parent = op.parent
         state = op.policy, op.lease, parent.hash, op.steps
@@ -273,25 +273,24 @@ class TrainingOps:
             await self._room.run(lambda: self._call(rank, load))
 
     async def _hand_over(
-        self, op: TrainerOperation, enqueue: Callable[[Trainer], None]
+        self, op: protocol.StateOperation, enqueue: Callable[[Trainer], None]
     ) -> asyncio.Future[TrainerResult]:
         result = self._running[op.op].queue()
         await asyncio.shield(self._call_soon(op.parent.rank, enqueue))  # its cancellation is passed on to the trainer
         return result
 
-    async def _commit(self, op: AnyOperation, export: Export, metrics: dict[str, float]) -> None:
-        async def staged(digest: str, folder: Path) -> None:
-            like = op if isinstance(op, protocol.InitAdapter) else op.parent
-            ref = protocol.AdapterRef(policy=op.policy, version=0, hash=digest, rank=like.rank, alpha=like.alpha)
-            await self._announce(op.op, ref, folder)
-
+    async def _commit(self, op: protocol.TrainingOperation, export: Export, metrics: dict[str, float]) -> None:
         if isinstance(op, protocol.ForwardBackward):  # a gradient, which other trainers read
             manifest = await self._transfers.upload(op.upload, export.write)
         else:
+
+            def staged(digest: str, folder: Path) -> Awaitable[None]:
+                return self._announce(op.op, protocol.made_version(op, digest), folder)
+
             manifest = await self._transfers.upload(op.upload, export.write, staged)
         await self._send(protocol.OperationDone(op=op.op, metrics=metrics, manifest=manifest))
 
-    def _on_failed(self, op: AnyOperation, error: str, *, traceback: bool = False) -> None:
+    def _on_failed(self, op: protocol.TrainingOperation, error: str, *, traceback: bool = False) -> None:
         self.failed += 1
         extra = _log_fields(op)
         log.warning("operation %s of policy %s failed: %s", op.op, op.policy, error, exc_info=traceback, extra=extra)
@@ -305,7 +304,7 @@ class TrainingOps:
         return await self._compute.call(lambda core: function(core.queue.trainer_of(rank)))
 
 
-def _log_fields(op: AnyOperation) -> dict[str, Any]:
+def _log_fields(op: protocol.TrainingOperation) -> dict[str, Any]:
     """The fields of the log that name what the operation is for."""
     if isinstance(op, protocol.InitAdapter):
         return {"policy": op.policy}

@@ -147,7 +147,7 @@ class TrainingJob:
         store, job = self._controller.store, self._job.row
         for policy in self.policies.values():
             if policy.versions is not None and not policy.about.train and policy.about.follows is None:
-                await self._prepare_frozen(policy, policy.versions)
+                await self._prepare_frozen(policy)
         for loop in self.loops:
             await loop.begin()
             for line in await loop.versions.verify_followed():
@@ -160,9 +160,9 @@ class TrainingJob:
         self.recovered = True
         await self.groups.restore()
 
-    async def _prepare_frozen(self, policy: JobPolicy, versions: PolicyVersions) -> None:
+    async def _prepare_frozen(self, policy: JobPolicy) -> None:
         """Have the only version of a policy that does not train."""
-        run = self._job.policy_run(policy, versions)
+        run = self._job.policy_run(policy)
         await prepare(self._job, policy, run, self.rng())
         run.forget()
 

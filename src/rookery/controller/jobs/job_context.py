@@ -259,12 +259,13 @@ class JobContext:
     progress: Progress
     """Its counters, metrics and rewards."""
 
-    def policy_run(self, policy: JobPolicy, versions: PolicyVersions, trainers: int = 1) -> PolicyRun:
-        """The training of ``policy``, which has ``versions``. A batch is divided among at most ``trainers`` workers."""
+    def policy_run(self, policy: JobPolicy) -> PolicyRun:
+        """The training of ``policy``, which has versions of its own."""
         rooms, store = self.controller.rooms, self.controller.store
+        assert policy.versions is not None
         return PolicyRun(
             rooms.training, rooms.weights, lambda policy: store.write(jobs.next_lease, policy),
-            policy.model, versions, trainers,
+            policy.model, policy.versions, policy.about.trainers,
         )  # fmt: skip
 
     @property

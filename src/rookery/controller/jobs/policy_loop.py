@@ -98,7 +98,7 @@ class PolicyLoop:
         self.buffer = GroupBuffer(job, policy, changed)
         self.step = 0
         self._evaluated: set[int] = set()
-        self._run = job.policy_run(policy, policy.versions, policy.about.trainers)
+        self._run = job.policy_run(policy)
         self._next = self._begin_step()
         """The step whose groups are being collected."""
         self._step_began = 0.0

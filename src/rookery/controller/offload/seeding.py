@@ -31,7 +31,7 @@ from rookery.controller.fleet.worker import Worker
 from rookery.controller.offload.pool import RemotePool, UsageTotals
 from rookery.controller.rollout.request import SamplingRequest
 from rookery.controller.rollout.scheduler import RolloutScheduler
-from rookery.controller.training.dispatcher import Operation, TrainingDispatcher
+from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.errors import count_of
 from rookery.scheduling.offload import Cycle, OffloadPlanner
 from rookery.settings import Settings
@@ -305,7 +305,9 @@ class Seeding:
         if free:
             rollouts.migrate(worker, free)
 
-    def on_operation(self, worker: Worker, operation: Operation, done: protocol.OperationDone | None) -> None:
+    def on_operation(
+        self, worker: Worker, operation: protocol.TrainingOperation, done: protocol.OperationDone | None
+    ) -> None:
         policy = operation.policy
         if policy not in self._jobs or (isinstance(operation, protocol.ForwardBackward) and operation.is_share):
             return  # a share that another worker computes

@@ -42,7 +42,6 @@ MOST_METRICS = 256
 """Metrics of one operation: they are stored with its step."""
 
 T = TypeVar("T")
-Operation = protocol.ForwardBackward | protocol.OptimStep | protocol.InitAdapter
 
 
 class TrainingFailed(RookeryError):
@@ -66,7 +65,7 @@ class _InFlight:
     """An operation without an answer."""
 
     worker: Worker
-    message: Operation
+    message: protocol.TrainingOperation
     since: float
     """When it was sent (monotonic seconds)."""
     most_logprobs: int
@@ -98,14 +97,14 @@ class OperationSent(WorkerEvent, frozen=True):
 
     kind: ClassVar[str] = "operation sent"
     shown: ClassVar[bool] = False
-    operation: Operation
+    operation: protocol.TrainingOperation
 
 
 class OperationSucceeded(WorkerEvent, frozen=True):
     """The worker has done a training operation."""
 
     kind: ClassVar[str] = "trained"
-    operation: Operation
+    operation: protocol.TrainingOperation
     done: protocol.OperationDone
     took: float = 0.0
     """Seconds from the dispatch to the answer."""
@@ -331,7 +330,9 @@ class TrainingDispatcher:
             f"training failed {count_of(self._settings.training.retry_limit + 1, 'time')}, the last: {reason}"
         )
 
-    async def call(self, worker: Worker, message: Operation, targets: int | None = None) -> protocol.OperationDone:
+    async def call(
+        self, worker: Worker, message: protocol.TrainingOperation, targets: int | None = None
+    ) -> protocol.OperationDone:
         """The worker's answer, with the log-probabilities of so many ``targets`` where they were asked for. Raises
         :class:`TrainingFailed`; within :meth:`retrying`, other failures are retried."""
         most = protocol.MAX_FRAME if targets is None else protocol.LOGPROB_BYTES * targets
@@ -405,7 +406,7 @@ class TrainingDispatcher:
 
     # --- uploads ------------------------------------------------------------------------------------------------------
 
-    async def uploading(self, worker: Worker, message: Operation) -> protocol.OperationDone:
+    async def uploading(self, worker: Worker, message: protocol.TrainingOperation) -> protocol.OperationDone:
         """Call an operation that uploads an artifact, under a ticket that is added to ``message``. On return the
         artifact is durable, equals the worker's report, and is kept until :meth:`with_ticket` ends or
         :meth:`discard`. Raises :class:`~rookery.errors.StorageFull` where the disk was full."""
@@ -490,12 +491,8 @@ class TrainingDispatcher:
         operation = one.message
         if not isinstance(operation, protocol.OptimStep | protocol.InitAdapter):
             return
-        like = operation if isinstance(operation, protocol.InitAdapter) else operation.parent
         self._staged[message.op] = message.hash
-        ref = protocol.AdapterRef(
-            policy=operation.policy, version=0, hash=message.hash, rank=like.rank, alpha=like.alpha
-        )
-        self._weights.hand_over(worker, ref, message.folder)
+        self._weights.hand_over(worker, protocol.made_version(operation, message.hash), message.folder)
 
     def on_done(self, worker: Worker, message: protocol.OperationDone) -> None:
         counted = [message.metrics.get(name, 0.0) for name in ("tokens", "seconds")]

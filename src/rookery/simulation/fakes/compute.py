@@ -17,7 +17,7 @@ from rookery import protocol
 from rookery.scheduling.queues import TokenCounters
 from rookery.simulation.fakes.engine import FakeEngine
 from rookery.simulation.fakes.text import Length
-from rookery.simulation.fakes.trainer import FakeOperationResult, FakeTrainer, Operation, batch_size
+from rookery.simulation.fakes.trainer import FakeOperationResult, FakeTrainer, batch_size
 from rookery.spec.machine import Machine
 
 TOLERANCE = 1e-6
@@ -26,7 +26,7 @@ TOLERANCE = 1e-6
 
 @dataclass(eq=False)
 class QueuedOperation:
-    op: Operation
+    op: protocol.TrainingOperation
     run: Callable[[], FakeOperationResult]
     """Applies the operation; called when its time has passed."""
     seconds: float
@@ -106,7 +106,10 @@ class FakeCompute:
         )
 
     def queue(
-        self, op: Operation, run: Callable[[], FakeOperationResult], batch: protocol.TrainingBatch | None = None
+        self,
+        op: protocol.TrainingOperation,
+        run: Callable[[], FakeOperationResult],
+        batch: protocol.TrainingBatch | None = None,
     ) -> None:
         """Queue an operation whose state is here: ``run`` is called when its time has passed."""
         seconds = self._machine.optimizer if batch is None else self._machine.train_token * batch_size(batch)[0]

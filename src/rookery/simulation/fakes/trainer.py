@@ -23,8 +23,6 @@ ADAPTER = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 GRADIENT = "gradient.safetensors"
 
-PolicyOperation = protocol.ForwardBackward | protocol.OptimStep
-Operation = PolicyOperation | protocol.InitAdapter
 Example = protocol.SharedPrefixGroup | protocol.Datum
 
 MINUS_ONE = b"\0\0\x80\xbf"
@@ -84,14 +82,14 @@ class FakeTrainer:
         self._states: dict[str, _PolicyState] = {}
         self._on_example = on_example
 
-    def holds(self, op: PolicyOperation, ahead: int = 0) -> bool:
+    def holds(self, op: protocol.StateOperation, ahead: int = 0) -> bool:
         """Whether the state that ``op`` names is here, once ``ahead`` queued steps have run."""
         state = self._states.get(op.policy)
         return state is not None and (state.lease, state.parent, len(state.steps) + ahead) == (
             op.lease, op.parent.hash, op.steps,
         )  # fmt: skip
 
-    def may_load(self, op: PolicyOperation) -> bool:
+    def may_load(self, op: protocol.StateOperation) -> bool:
         """Whether ``op`` is the first one on its parent, which may be loaded for it."""
         return not op.steps and not op.operations
 
@@ -122,7 +120,7 @@ class FakeTrainer:
         return FakeOperationResult(reply, files, op.upload)
 
     def apply(
-        self, op: PolicyOperation, batch: protocol.TrainingBatch | None = None, gradients: Sequence[bytes] = ()
+        self, op: protocol.StateOperation, batch: protocol.TrainingBatch | None = None, gradients: Sequence[bytes] = ()
     ) -> FakeOperationResult:
         """Run ``op`` on the state that it names. ``gradients`` are files of other workers' gradients."""
         state = self._states.get(op.policy)
@@ -188,7 +186,7 @@ def peft_config(rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = TA
     return json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": modules}).encode()
 
 
-def stale(op: PolicyOperation, reason: str) -> protocol.OperationDone:
+def stale(op: protocol.StateOperation, reason: str) -> protocol.OperationDone:
     """The reply to an operation whose state is not here."""
     return protocol.OperationDone(op=op.op, error=reason, category="stale")
 

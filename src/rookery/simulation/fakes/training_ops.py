@@ -20,7 +20,6 @@ from rookery.simulation.fakes.trainer import (
     GRADIENT,
     FakeOperationResult,
     FakeTrainer,
-    PolicyOperation,
     stale,
 )
 from rookery.spec.machine import Machine
@@ -85,7 +84,7 @@ class FakeTrainingOps:
         if (operations := self._policies.pop(policy, None)) is not None:
             operations[1].cancel()
 
-    def _enqueue(self, message: PolicyOperation | protocol.VersionCommitted) -> None:
+    def _enqueue(self, message: protocol.StateOperation | protocol.VersionCommitted) -> None:
         """Put ``message`` behind the earlier ones of its policy."""
         if message.policy not in self._policies:
             queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -102,7 +101,7 @@ class FakeTrainingOps:
             else:
                 await self._prepare(message)
 
-    async def _prepare(self, op: PolicyOperation) -> None:
+    async def _prepare(self, op: protocol.StateOperation) -> None:
         """Fetch the operation's batch and state, and queue it."""
         await self._die_in("begin")
         batch: protocol.TrainingBatch | None = None
@@ -131,10 +130,12 @@ class FakeTrainingOps:
         else:
             await self._reject(op, f"policy {op.policy} is not held in that state")
 
-    async def _reject(self, op: PolicyOperation, reason: str, category: Literal["stale", "lost"] = "stale") -> None:
+    async def _reject(
+        self, op: protocol.StateOperation, reason: str, category: Literal["stale", "lost"] = "stale"
+    ) -> None:
         await self.answer(FakeOperationResult(msgspec.structs.replace(stale(op, reason), category=category)))
 
-    async def _load_parent(self, op: PolicyOperation) -> bool:
+    async def _load_parent(self, op: protocol.StateOperation) -> bool:
         """Whether the trainer has loaded the version that ``op`` names; not one whose artifact is gone."""
         await asyncio.sleep(self._faults.delay("pull", self._machine.pull(state=True)))
         self._worker.pulled_bytes += self._machine.adapter_bytes + self._machine.state_bytes
@@ -159,9 +160,7 @@ class FakeTrainingOps:
         if result.upload is not None:
             if ADAPTER in result.upload:
                 staged = protocol.manifest_of(_shard(*file) for file in result.upload.items()).hash
-                await self._worker.send(
-                    protocol.VersionStaged(op=reply.op, hash=staged, folder=f".1.{staged[:32]}")
-                )
+                await self._worker.send(protocol.VersionStaged(op=reply.op, hash=staged, folder=f".1.{staged[:32]}"))
             share = self._machine.push() / len(result.upload)
             written = [await self._upload(result.ticket, name, file, share) for name, file in result.upload.items()]
             shards = [shard for shard in written if shard is not None]

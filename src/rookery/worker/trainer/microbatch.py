@@ -59,7 +59,7 @@ class QueuedBatch:
 Queued = QueuedBatch | protocol.OptimStep
 
 
-def operation_of(queued: Queued) -> protocol.ForwardBackward | protocol.OptimStep:
+def operation_of(queued: Queued) -> protocol.StateOperation:
     return queued.op if isinstance(queued, QueuedBatch) else queued
 
 

@@ -207,7 +207,7 @@ class OperationQueue(Generic[T]):
             trainer.compute([batch for batch in batches if self._computing[batch.op.policy] is trainer])
         return True
 
-    def fail(self, op: protocol.ForwardBackward | protocol.OptimStep, trainer: T, error: Exception) -> None:
+    def fail(self, op: protocol.StateOperation, trainer: T, error: Exception) -> None:
         """``op``, which has left the queue, ended with ``error``, one of
         :data:`~rookery.worker.failures.SURVIVED`: the state of its policy is unknown."""
         log.warning("the state of policy %s is deleted after an error", op.policy, exc_info=error)

@@ -117,7 +117,7 @@ class HeldPolicy(Generic[S]):
         base = self.versions.get(parent_hash)
         return self.lease == lease and base is not None and base + steps == self.steps
 
-    def serves(self, op: protocol.ForwardBackward | protocol.OptimStep) -> bool:
+    def serves(self, op: protocol.StateOperation) -> bool:
         """Whether it has the parts that ``op`` needs."""
         return self.optimizer or op.is_share
 
