@@ -47,12 +47,11 @@ from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.job_sinks import JobSinks
 from rookery.controller.jobs.admission import JobAdmission
-from rookery.controller.jobs.outage_retries import OutageRetries
 from rookery.controller.jobs.registry import JobRegistry, WaitingJob
 from rookery.controller.jobs.run_record import RunRecord
 from rookery.controller.jobs.runner import JobRunner
 from rookery.controller.options import ControllerOptions
-from rookery.controller.outages import Outages, outage_of
+from rookery.controller.outages import OutageRetries, Outages, outage_of
 from rookery.controller.planned import PlanFollower, train_speeds
 from rookery.controller.queries import JobQueries
 from rookery.controller.quotas import Quotas
@@ -156,7 +155,7 @@ class Controller:
             outages=Outages(store, artifacts, clock, settings.worker.heartbeat_seconds),
         )
         self.admission = JobAdmission(settings.limits, clock, self.jobs, quotas)
-        self.retries = OutageRetries(settings.limits, clock, quotas)
+        self.retries = OutageRetries(settings.limits, clock, quotas.used_up)
         self.sinks = JobSinks(self.context, self.jobs.signal, self.jobs.totals, options.sink_rules)
         self._stored_spans = StoredSpans(
             store, self.records.spans, clock, services.threads, settings.server.timeline_bytes, fleet.open_spans

@@ -1,13 +1,15 @@
-"""Outages: which errors report one, and the wait for its end.
+"""Outages: which errors report one, the wait for its end, and the next attempt of a job that one paused.
 
 An outage is no fault of the work that meets it. A job pauses with the reason and resumes by itself
-(:class:`~rookery.controller.jobs.outage_retries.OutageRetries`); an operation of a client waits in
-:meth:`Outages.over` and is executed again.
+(:class:`OutageRetries`); an operation of a client waits in :meth:`Outages.over` and is executed again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Literal
 
 from rookery.clock import Clock
@@ -23,6 +25,7 @@ from rookery.errors import (
     Unavailable,
     UnreadableArtifact,
 )
+from rookery.settings import LimitSettings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.store import Store, Writer
 from rookery.turns import in_thread
@@ -35,6 +38,12 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
 """An operation that meets an outage again and again, such as a store that denies one object, is executed again after so
 long, each time after twice as long."""
 
+LONGEST_RETRY_SECONDS = 600.0
+"""Between two attempts to resume a job that an outage paused."""
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
+"""Where the service asks whether an outage is over, a job resumes at the first answer. If it finds the outage again
+before it has trained a step, as with a store that fails now and then, it pauses for so long in addition."""
 
 PATIENCE_SECONDS = 2.0
 """An outage is taken to last where its question has no answer within this time: those who ask wait for nothing else."""
@@ -114,3 +123,61 @@ class Outages:
         except RookeryError:
             return True
         return False
+
+
+@dataclass
+class _Retry:
+    """An attempt to resume a job."""
+
+    tenant: str
+    kind: Outage
+    pause: float
+    """The seconds before it."""
+    due: float
+    """Its time; infinite once it began."""
+
+
+class OutageRetries:
+    """The jobs that outages paused, and when each is tried again."""
+
+    def __init__(self, limits: LimitSettings, clock: Clock, used_up: Callable[[str], str]) -> None:
+        """``used_up(tenant)``: why its jobs may not work today; empty if they may."""
+        self._limits = limits
+        self._clock = clock
+        self._used_up = used_up
+        self._retries: dict[str, _Retry] = {}
+        """By job."""
+
+    def outage(self, tenant: str, job: str, kind: Outage) -> None:
+        """An outage has paused the job: try again when it is over, or after a while, each time after twice as long."""
+        known = self._retries.get(job)
+        last = known.pause if known is not None and known.kind == kind else None
+        if kind == "other":
+            pause = min(2 * last, LONGEST_RETRY_SECONDS) if last else self._limits.outage_retry_seconds
+        else:
+            pause = 0.0 if last is None else min(2 * last, LONGEST_PAUSE_SECONDS) or FIRST_PAUSE_SECONDS
+        self._retries[job] = _Retry(tenant, kind, pause, self._clock.monotonic() + pause)
+
+    def restarted(self, tenant: str, job: str) -> None:
+        """An outage paused the job before the service started: try again now."""
+        self._retries[job] = _Retry(tenant, "other", 0.0, self._clock.monotonic())
+
+    def outages(self) -> set[Outage]:
+        """The kinds of outages that jobs wait for."""
+        return {retry.kind for retry in self._retries.values() if retry.due != math.inf}
+
+    def progress(self, job: str) -> None:
+        """The job works again, or is not to be tried again."""
+        self._retries.pop(job, None)
+
+    def due(self, lasting: Collection[Outage] = ()) -> list[tuple[str, str]]:
+        """(tenant, job) of the jobs to try again now; each is returned once. Outages ``lasting`` are not over."""
+        now = self._clock.monotonic()
+        found = [
+            job
+            for job, retry in self._retries.items()
+            if retry.due <= now and retry.kind not in lasting and not self._used_up(retry.tenant)
+        ]
+        for job in found:
+            self._retries[job].due = math.inf
+        return [(self._retries[job].tenant, job) for job in found]
