@@ -26,11 +26,11 @@ from rookery.controller.prompts import (
     schema_problem,
 )
 from rookery.controller.quotas import Quotas
+from rookery.controller.rollout.elastic import ModelUse
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.services import Services
 from rookery.controller.targets import Target, Targets, may_name
-from rookery.controller.usage import ModelUse
 from rookery.controller.views import Completion
 from rookery.environments.models import ModelQuestion
 from rookery.errors import RookeryError, Unavailable, UserError, short

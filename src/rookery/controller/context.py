@@ -9,10 +9,11 @@ from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.outages import Outages
 from rookery.controller.quotas import Quotas
+from rookery.controller.rollout.elastic import ModelUse
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.services import Records, Services
 from rookery.controller.training.dispatcher import TrainingDispatcher
-from rookery.controller.usage import ModelUse, UsageMeter
+from rookery.controller.usage import UsageMeter
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import WeightStore
 

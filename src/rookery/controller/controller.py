@@ -55,7 +55,7 @@ from rookery.controller.outages import OutageRetries, Outages, outage_of
 from rookery.controller.planned import PlanFollower, train_speeds
 from rookery.controller.queries import JobQueries
 from rookery.controller.quotas import Quotas
-from rookery.controller.rollout.elastic import ElasticPool
+from rookery.controller.rollout.elastic import ElasticPool, ModelUse
 from rookery.controller.rollout.scheduler import TokensReceived
 from rookery.controller.services import Records, Services
 from rookery.controller.sessions.sessions import Sessions
@@ -66,7 +66,7 @@ from rookery.controller.training.dispatcher import OperationSent, OperationSucce
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.training.slots import TrainerSlots
 from rookery.controller.uploads import Uploads
-from rookery.controller.usage import ModelUse, UsageMeter
+from rookery.controller.usage import UsageMeter
 from rookery.controller.validation import JobValidator, with_defaults
 from rookery.controller.views import BY_OWNER, JobState, JobView
 from rookery.controller.weights.gc import ArtifactCollector

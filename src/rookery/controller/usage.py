@@ -5,14 +5,12 @@
 * Counters are stored every :data:`FLUSH_SECONDS` and when the controller stops: a crash loses the counts since then,
   of all accounts alike. A job that goes back to its last commit keeps its usage: that work was computed.
 * Nothing waits for the accounting: a database that refuses it now is tried again later.
-* :class:`ModelUse`: local workers start when a base model is needed and end when nothing has used it for a while. Jobs,
-  clients that are not idle, and requests use a model. Models that the service was configured with stay loaded.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -20,7 +18,6 @@ from rookery import protocol
 from rookery.clock import Clock
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.quotas import Quotas
-from rookery.controller.rollout.elastic import ElasticPool
 from rookery.controller.rollout.request import SamplingRequest
 from rookery.controller.views import CostView, FleetCost
 from rookery.errors import RookeryError
@@ -226,43 +223,6 @@ class UsageMeter:
     def _sums(self) -> tuple[float, float]:
         paid = [paid for kinds in self._fleet.values() for paid in kinds.values()]
         return sum(one.used.cost for one in paid), sum(one.idle for one in paid)
-
-
-class ModelUse:
-    """When each base model was used last."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        clock: Clock,
-        provide: Callable[[str], None],
-        release: Callable[[str], None],
-        pool: ElasticPool,
-    ) -> None:
-        """``provide(model)`` asks for a local worker with that model if none is expected; ``release(model)`` ends the
-        local workers that were started by that; ``pool`` counts the rollout workers that a model needs."""
-        self.pool = pool
-        self._settings = settings
-        self._clock = clock
-        self._provide = provide
-        self._release = release
-        self._used: dict[str, float] = {}
-
-    def provide(self, model: str) -> None:
-        """The model is needed now."""
-        self._used[model] = self._clock.monotonic()
-        self._provide(model)
-
-    async def watch(self, in_use: Callable[[], Collection[str]]) -> None:
-        """Release models that are not among ``in_use()`` for a while, until cancelled."""
-        while True:
-            await self._clock.sleep(self._settings.worker.heartbeat_seconds)
-            now = self._clock.monotonic()
-            self._used.update(dict.fromkeys(in_use(), now))
-            for model, used in list(self._used.items()):
-                if now - used > self._settings.limits.model_idle_seconds:
-                    del self._used[model]
-                    self._release(model)
 
 
 def _decode(stored: object) -> Usage:

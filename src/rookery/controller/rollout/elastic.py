@@ -1,6 +1,9 @@
-"""The number of rollout workers of each base model, computed again after every step of its jobs
-(:mod:`rookery.scheduling.elastic`), and passed to the cluster where the settings allow it to change.
+"""The workers that each base model needs.
 
+* :class:`ModelUse`: local workers start when a base model is needed and end when nothing has used it for a while. Jobs,
+  clients that are not idle, and requests use a model. Models that the service was configured with stay loaded.
+* :class:`ElasticPool`: the number of its rollout workers is computed again after every step of its jobs
+  (:mod:`rookery.scheduling.elastic`), and passed to the cluster where the settings allow it to change.
 * Only policies whose rollouts and training overlap count: a strictly synchronous trainer waits whatever the pool is.
 * A window belongs to one number of workers: it begins again when that changes, so that a worker that still starts, or
   one that was just lost, is not asked for twice.
@@ -140,3 +143,40 @@ class ElasticPool:
 
     def _workers(self, model: str) -> Sequence[Worker]:
         return self._fleet.serving("rollout", model)
+
+
+class ModelUse:
+    """When each base model was used last."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        provide: Callable[[str], None],
+        release: Callable[[str], None],
+        pool: ElasticPool,
+    ) -> None:
+        """``provide(model)`` asks for a local worker with that model if none is expected; ``release(model)`` ends the
+        local workers that were started by that; ``pool`` counts the rollout workers that a model needs."""
+        self.pool = pool
+        self._settings = settings
+        self._clock = clock
+        self._provide = provide
+        self._release = release
+        self._used: dict[str, float] = {}
+
+    def provide(self, model: str) -> None:
+        """The model is needed now."""
+        self._used[model] = self._clock.monotonic()
+        self._provide(model)
+
+    async def watch(self, in_use: Callable[[], Collection[str]]) -> None:
+        """Release models that are not among ``in_use()`` for a while, until cancelled."""
+        while True:
+            await self._clock.sleep(self._settings.worker.heartbeat_seconds)
+            now = self._clock.monotonic()
+            self._used.update(dict.fromkeys(in_use(), now))
+            for model, used in list(self._used.items()):
+                if now - used > self._settings.limits.model_idle_seconds:
+                    del self._used[model]
+                    self._release(model)
