@@ -33,6 +33,12 @@ WATERMARK = 100
 
 Finish = Literal["", "stop", "length", "error", "abort"]
 
+Stage = Literal["held", "waiting", "prefilling", "decoding", "ended"]
+"""Of a row. held: its connection ended, or it is neither queued nor dropped yet."""
+
+Delivery = Literal["claimed", "delivered", "unclaimed"]
+"""Of its output, as in :mod:`rookery.worker.generation`."""
+
 
 @dataclass(eq=False)
 class Row:
@@ -50,21 +56,20 @@ class Row:
     """The first token that the present connection has not been sent."""
     spans: list[tuple[int, protocol.AdapterRef | None]]
     """(token, adapter that samples from it on), ascending."""
+    stage: Stage = "held"
+    delivery: Delivery = "claimed"
     prefill: int = 0
     """Prompt tokens still to be computed."""
     cached: bool = False
     """Prompt and text are in the KV cache."""
-    since: int | None = None
-    """Number of the engine's decode step from which on it decodes; None while it does not."""
+    since: int = 0
+    """Number of the engine's decode step from which on it decodes."""
     finish: Finish = ""
+    """Why it has ended; empty before."""
     error: str = ""
     """The engine fails the request with this error after its next token."""
-    claimed: bool = True
-    """The present connection named it."""
-    reported: bool = False
-    """The present connection was sent its last chunk."""
     idle_since: float = 0.0
-    """Seconds since which it is unclaimed or reported."""
+    """Seconds since which its output is not wanted."""
 
     @property
     def adapter(self) -> protocol.AdapterRef | None:
@@ -136,12 +141,11 @@ class FakeEngine:
         """Queue a request whose adapter is here. One that is held resumes where the claim stands, if it can."""
         row = self._requests.get(request.request)
         if row is not None and _continues(row, request, self._position(row)):
-            row.sent, row.reported = len(request.prefix_tokens), False
-            if row.finish and row not in self._finished:
+            row.sent, row.delivery = len(request.prefix_tokens), "claimed"
+            if row.stage == "ended" and row not in self._finished:
                 self._finished.append(row)
-            elif not row.claimed and not row.finish:
+            elif row.stage == "held":
                 self._queue(row)
-            row.claimed = True
             row.request = msgspec.structs.replace(row.request, assignment=request.assignment)
             return row
         if row is not None:
@@ -171,42 +175,41 @@ class FakeEngine:
     def release(self, abort: protocol.Abort) -> None:
         """The request ends here: its tokens are sent with ``finish`` ``abort``. One that is not claimed stays held."""
         row = self._find(abort)
-        if row is not None and row.claimed and not row.finish:
+        if row is not None and row.delivery != "unclaimed" and row.stage != "ended":
             self._stop(row)
-            row.finish = "abort"
+            row.stage, row.finish = "ended", "abort"
             self._finished.append(row)
 
     def suspend(self, now: float) -> None:
         """The connection ended: every request stops and is held for a later claim."""
         for row in self._requests.values():
-            if row.claimed:
-                self._stop(row)
-                row.claimed = False
-                row.idle_since = row.idle_since if row.reported else now
+            self._stop(row)
+            if row.delivery == "claimed":
+                row.idle_since = now
+            row.delivery = "unclaimed"
         self._finished.clear()
 
     def expire(self, before: float) -> None:
-        """Delete requests that are unclaimed or reported since ``before``."""
+        """Delete requests whose output is not wanted since ``before``."""
         for name, row in list(self._requests.items()):
-            if (row.reported or not row.claimed) and row.idle_since < before:
+            if row.delivery != "claimed" and row.idle_since < before:
                 del self._requests[name]
 
     def switch(self, switch: protocol.SwitchAdapter) -> None:
         """The request continues with the adapter from its next token."""
         row, ref, recompute = self._find(switch), switch.adapter, switch.recompute
-        if row is None or row.finish or row.adapter is None or row.adapter.hash == ref.hash:
+        if row is None or row.stage == "ended" or row.adapter is None or row.adapter.hash == ref.hash:
             return
-        running = row.since is not None or row in self._prefilling
+        running = row.stage in ("prefilling", "decoding")
         self.policies[row.policy] -= running
         position = self._position(row)
         if row.spans[-1][0] == position:
             row.spans.pop()
         row.spans.append((position, ref))
         self.policies[row.policy] += running
-        if recompute and row.since is not None:
+        if recompute and row.stage == "decoding":
             self._leave_batch(row)
-            row.prefill = len(row.request.prompt) + row.position
-            self._prefilling.append(row)
+            self._compute(row, len(row.request.prompt) + row.position)
 
     def evict(self, digest: str) -> None:
         """Drop the texts that were computed with this adapter."""
@@ -240,7 +243,7 @@ class FakeEngine:
         """``slices`` slices are over, at most as many as :meth:`begin` returned: their results are there."""
         if self._slice == "prefill" and slices:
             for row, count in self._batch:
-                if row not in self._prefilling:
+                if row.stage != "prefilling":
                     continue  # aborted meanwhile
                 row.prefill -= count
                 self.prefilled += count
@@ -255,18 +258,23 @@ class FakeEngine:
         self._slice = ""
 
     def _queue(self, row: Row) -> None:
+        row.stage = "waiting"
         insort(self._waiting, row, key=lambda row: (not row.request.reserved, row.request.order))
 
     def _stop(self, row: Row) -> None:
-        """Take the row out of the queue or the batch."""
-        if row in self._waiting:
-            self._waiting.remove(row)
-        elif row in self._prefilling:
-            self._prefilling.remove(row)
-            self._count(row, -1)
-        elif row.since is not None:
-            self._leave_batch(row)
-            self._count(row, -1)
+        """Take the row out of the queue or the batch, if it is there."""
+        match row.stage:
+            case "held" | "ended":
+                return
+            case "waiting":
+                self._waiting.remove(row)
+            case "prefilling":
+                self._prefilling.remove(row)
+                self._count(row, -1)
+            case "decoding":
+                self._leave_batch(row)
+                self._count(row, -1)
+        row.stage = "held"
 
     def _admit(self) -> None:
         while self._waiting and (at := self._next_row()) is not None:
@@ -275,10 +283,10 @@ class FakeEngine:
                 return
             row = self._waiting.pop(at)
             self._count(row, 1)
-            row.prefill = 0 if row.cached else self._uncached(row)
+            tokens = 0 if row.cached else self._uncached(row)
             row.cached = True
-            if row.prefill:
-                self._prefilling.append(row)
+            if tokens:
+                self._compute(row, tokens)
             else:
                 self._decode(row)
 
@@ -301,7 +309,7 @@ class FakeEngine:
         self._leave_batch(row)
         self._count(row, -1)
         self.preempted += 1
-        row.cached = False
+        row.stage, row.cached = "waiting", False
         self._cached[row.adapter.hash if row.adapter is not None else ""].pop(row.request.episode, None)
         self._waiting.insert(0, row)
 
@@ -318,29 +326,33 @@ class FakeEngine:
             cached[request.episode] = total
         return max(0, total - min(known, total))
 
+    def _compute(self, row: Row, tokens: int) -> None:
+        """So many tokens of its prompt and text are computed before it decodes."""
+        row.stage, row.prefill = "prefilling", tokens
+        self._prefilling.append(row)
+
     def _decode(self, row: Row) -> None:
         """The row decodes from the next step on."""
         if row.position >= row.length:  # the prefix was the whole reply
             self._finish(row)
             return
-        row.since = self._steps
+        row.stage, row.since = "decoding", self._steps
         self._decoding[row.request.request] = row
         self._ends[self._steps + row.length - row.position].append(row)
 
     def _leave_batch(self, row: Row) -> None:
-        assert row.since is not None
         step = row.since + row.length - row.position
         self._ends[step].remove(row)
         if not self._ends[step]:
             del self._ends[step]
         del self._decoding[row.request.request]
-        row.position, row.since = self._position(row), None
+        row.position = self._position(row)
 
     def _position(self, row: Row) -> int:
-        return row.position if row.since is None else row.position + self._steps - row.since
+        return row.position + self._steps - row.since if row.stage == "decoding" else row.position
 
     def _finish(self, row: Row) -> None:
-        row.position, row.since = row.length, None
+        row.stage, row.position = "ended", row.length
         row.finish = "stop" if row.length < row.request.max_tokens else "length"
         self._decoding.pop(row.request.request, None)
         self._count(row, -1)
@@ -360,13 +372,13 @@ class FakeEngine:
             position = self._position(row)
             if row.error and position > row.start:
                 self._stop(row)
-                row.finish = "error"
+                row.stage, row.finish = "ended", "error"
                 chunks.append(self.chunk(row, row.sent, row.sent, "error"))
             elif row.finish or position > row.sent:
                 chunks += self._chunks(row, resend(row), position)
                 row.sent = position
-            if row.finish:
-                row.reported, row.idle_since = True, now
+            if row.stage == "ended":
+                row.delivery, row.idle_since = "delivered", now
         return chunks
 
     def _chunks(self, row: Row, begin: int, end: int) -> Iterator[protocol.TokenChunk]:
