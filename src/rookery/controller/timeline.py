@@ -46,11 +46,14 @@ class WorkerTimeline:
 
     def add(self, event: WorkerEvent, tenant: str = "", job: str = "") -> None:
         """Keep the event. ``tenant`` and ``job`` are those of its policy, where the event does not name them."""
-        row = event.to_dict()
-        row["tenant"], row["job"] = row["tenant"] or tenant, row["job"] or job
-        row["text"] = row["text"][:MOST_TEXT]
+        worker = event.worker
         self._next += 1
-        self._kinds[event.kind].append(TimelineRow(number=self._next, **row))
+        self._kinds[event.kind].append(
+            TimelineRow(
+                self._next, event.time, event.kind, worker.name, worker.hello.model, event.tenant or tenant,
+                event.job or job, event.policy, event.text[:MOST_TEXT],
+            )
+        )  # fmt: skip
 
     def after(self, number: int, count: int) -> list[WorkerEventView]:
         """At most ``count`` events with larger numbers, oldest first. A number that is still to come is from an earlier
@@ -73,4 +76,4 @@ def _number(row: TimelineRow) -> int:
 
 
 def _views(rows: Iterable[TimelineRow]) -> list[WorkerEventView]:
-    return [WorkerEventView(**msgspec.structs.asdict(row)) for row in rows]
+    return [WorkerEventView.model_validate(row) for row in rows]

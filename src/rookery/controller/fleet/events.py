@@ -3,12 +3,12 @@
 Whoever learns of something emits one event (:meth:`~rookery.controller.fleet.fleet.Fleet.emit`); one ``match`` in
 :mod:`rookery.controller.controller` calls, in written order, the rooms that it concerns. Rooms above the fleet define
 further events of this kind next to the code that reports them. An event that :attr:`~WorkerEvent.shown` is also kept
-for the timeline (:mod:`rookery.controller.timeline`) as the plain values of :meth:`WorkerEvent.to_dict`.
+for the timeline (:mod:`rookery.controller.timeline`), as plain values.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
@@ -55,18 +55,15 @@ class WorkerEvent(msgspec.Struct, frozen=True, gc=False):
         """Its entry in the timeline of work (:mod:`rookery.telemetry.spans`)."""
         return ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """The event as plain values."""
-        return {
-            "time": self.time,
-            "event": self.kind,
-            "worker": self.worker.name,
-            "model": self.worker.hello.model,
-            "tenant": self.tenant,
-            "job": self.job,
-            "policy": self.policy,
-            "text": self.text,
-        }
+
+class ReasonedEvent(WorkerEvent, frozen=True):
+    """One whose line is its reason."""
+
+    reason: str
+
+    @property
+    def text(self) -> str:
+        return self.reason
 
 
 # --- its life ---------------------------------------------------------------------------------------------------------
@@ -116,15 +113,10 @@ class WorkerReady(WorkerEvent, frozen=True):
         return (TraceSpan("joined", self.time, self.time, self.worker.name),)
 
 
-class WorkerStalled(WorkerEvent, frozen=True):
+class WorkerStalled(ReasonedEvent, frozen=True):
     """It reports that its work makes no progress."""
 
     kind: ClassVar[str] = "stalled"
-    reason: str
-
-    @property
-    def text(self) -> str:
-        return self.reason
 
 
 class WorkerDraining(WorkerEvent, frozen=True):
@@ -137,30 +129,20 @@ class WorkerDraining(WorkerEvent, frozen=True):
         return (TraceSpan("preemption", self.time, self.time, self.worker.name, text="it drains"),)
 
 
-class WorkerFailed(WorkerEvent, frozen=True):
+class WorkerFailed(ReasonedEvent, frozen=True):
     """It ends because it does not work, for a reason in its own words."""
 
     kind: ClassVar[str] = "failed"
-    reason: str
     last: bool
     """A restart does not help, and no other worker of its model trains or may soon."""
 
-    @property
-    def text(self) -> str:
-        return self.reason
 
-
-class WorkerSuspect(WorkerEvent, frozen=True):
+class WorkerSuspect(ReasonedEvent, frozen=True):
     """Its connection ended or was abandoned: its work must move, and its process may reconnect."""
 
     kind: ClassVar[str] = "suspect"
-    reason: str
     served: float = 0.0
     """Seconds for which it served on this connection."""
-
-    @property
-    def text(self) -> str:
-        return self.reason
 
     @property
     def spans(self) -> tuple[TraceSpan, ...]:
@@ -169,17 +151,12 @@ class WorkerSuspect(WorkerEvent, frozen=True):
         return (lost, TraceSpan("connected", now - self.served, now, name))
 
 
-class WorkerGone(WorkerEvent, frozen=True):
+class WorkerGone(ReasonedEvent, frozen=True):
     """It drained and left, or has not reconnected in time."""
 
     kind: ClassVar[str] = "gone"
-    reason: str
     served: float = 0.0
     """Seconds for which it served on this connection; 0 where that had ended before."""
-
-    @property
-    def text(self) -> str:
-        return self.reason
 
     @property
     def spans(self) -> tuple[TraceSpan, ...]:

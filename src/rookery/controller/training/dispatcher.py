@@ -22,7 +22,7 @@ import msgspec
 
 from rookery import protocol
 from rookery.clock import BusyTime
-from rookery.controller.fleet.events import WorkerEvent
+from rookery.controller.fleet.events import ReasonedEvent, WorkerEvent
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.indexed import IndexedDict
@@ -137,21 +137,16 @@ class OperationSucceeded(WorkerEvent, frozen=True):
         return TraceSpan("train", *trained, name, *owner, self.text), msgspec.structs.replace(rest, text=kind)
 
 
-class OperationMoved(WorkerEvent, frozen=True):
+class OperationMoved(ReasonedEvent, frozen=True):
     """The worker did not do a training operation: another one gets it."""
 
     kind: ClassVar[str] = "training moved"
     moved: str
     """The policy."""
-    reason: str
 
     @property
     def policy(self) -> str:
         return self.moved
-
-    @property
-    def text(self) -> str:
-        return self.reason
 
     @property
     def spans(self) -> tuple[TraceSpan, ...]:
@@ -392,7 +387,7 @@ class TrainingDispatcher:
 
     def _count_retry(self, worker: Worker, policy: str, reason: str) -> None:
         self.retries += 1
-        self._fleet.emit(OperationMoved(self._clock.time(), worker, policy, reason))
+        self._fleet.emit(OperationMoved(self._clock.time(), worker, reason, policy))
 
     @contextmanager
     def _counted(self, worker: Worker) -> Iterator[None]:
