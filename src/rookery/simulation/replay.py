@@ -17,8 +17,7 @@ from rookery.aio import cancel_all
 from rookery.controller.jobs.trajectory import decode_result
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.options import ControllerOptions
-from rookery.controller.rollout.assignment import Event
-from rookery.controller.rollout.request import InflightRequest
+from rookery.controller.rollout.request import Event, InflightRequest
 from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
 from rookery.controller.rollout.scheduler import NO_DETAILS, Details, RolloutScheduler
 from rookery.errors import UserError

@@ -28,8 +28,7 @@ from dataclasses import dataclass, field
 from rookery import protocol
 from rookery.clock import BusyTime, Clock
 from rookery.controller.fleet.worker import Worker
-from rookery.controller.rollout.assignment import Assignment
-from rookery.controller.rollout.request import InflightRequest
+from rookery.controller.rollout.request import Assignment, InflightRequest
 from rookery.controller.rollout.request_queues import RequestQueues
 from rookery.controller.rollout.rules import RolloutRules
 from rookery.scheduling.balancing import SHORTAGE_HEARTBEATS, WorkerLoad, balance, handicap, load, order, select

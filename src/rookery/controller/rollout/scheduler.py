@@ -9,10 +9,10 @@
 * Tenants share each base model's workers by the tokens that they are served
   (:mod:`rookery.scheduling.queues`). A worker holds at most its rows and a few more; everything else waits here,
   where it is visible. Interactive requests go first; rollouts go where their objectives leave room.
-* A chunk counts only if it names the request's present :class:`~rookery.controller.rollout.assignment.Assignment` and
+* A chunk counts only if it names the request's present :class:`~rookery.controller.rollout.request.Assignment` and
   comes from its worker under that worker's present epoch. Each stay at a worker is another assignment.
 * A request changes its state by :meth:`RolloutScheduler.apply` alone, as the table of
-  :mod:`rookery.controller.rollout.assignment` says.
+  :mod:`rookery.controller.rollout.request` says.
 * The cost of a frame does not grow with the number of workers, jobs or requests: whatever a frame asks about them is
   kept in an index that their changes maintain.
 """
@@ -33,10 +33,11 @@ from rookery.controller.fleet.events import WorkerEvent
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.indexed import IndexedDict
-from rookery.controller.rollout.assignment import Action, Event
 from rookery.controller.rollout.placement import Migration, WorkerPool
 from rookery.controller.rollout.request import (
     REASONS,
+    Action,
+    Event,
     GenerationFailed,
     InflightRequest,
     SamplingRequest,
@@ -344,7 +345,7 @@ class RolloutScheduler:
 
     def apply(self, inflight: InflightRequest, event: Event, details: Details = NO_DETAILS) -> None:
         """The request enters the state that follows the event, and its actions are taken. Raises
-        :class:`~rookery.controller.rollout.assignment.InvalidEvent`."""
+        :class:`~rookery.controller.rollout.request.InvalidEvent`."""
         for action in inflight.advance(event):
             self._actions[action](inflight, details)
 

@@ -13,8 +13,16 @@ from tests.support.peers import MODEL, ScriptedWorker, settle
 from tests.support.room import Room
 
 from rookery import protocol
-from rookery.controller.rollout.assignment import AT_WORKER, TRANSITIONS, Event, InvalidEvent, State
-from rookery.controller.rollout.request import InflightRequest, SamplingRequest, SamplingResult
+from rookery.controller.rollout.request import (
+    AT_WORKER,
+    TRANSITIONS,
+    Event,
+    InflightRequest,
+    InvalidEvent,
+    SamplingRequest,
+    SamplingResult,
+    State,
+)
 from rookery.controller.rollout.scheduler import Details, RolloutScheduler
 
 STATES: tuple[State, ...] = get_args(State)
