@@ -19,6 +19,7 @@ import msgspec
 import pytest
 from safetensors import SafetensorError
 from tests.support.dialled import Dialled
+from tests.support.disks import make_read_only, mounted
 from tests.support.peers import eventually
 
 from rookery import protocol
@@ -289,11 +290,50 @@ async def test_full_disk_evicts_unused_artifacts_and_retries(
         manifest = await here.upload(service.tickets.upload(), write)
         assert len(tries) == 2 and [shard.name for shard in manifest.shards] == ["adapter_model.safetensors"]
         assert set(here.cached()) == {used.hash, manifest.hash}
-        with pytest.raises(type(error)):  # every artifact is in use or recently used
+        with pytest.raises(TransferFailed, match=r"cache cannot be used \(no space left on device\)"):  # all are in use
             async with here.pulled(service.ref(old, 1)):
                 pass
     await here.close()
     assert all(not path.name.startswith(".") for path in root.iterdir())
+
+
+async def test_cache_that_is_deleted_is_made_again(service: Dialled, tmp_path: Path) -> None:
+    """Its user deletes it while the worker runs. One that cannot be used is named without its path."""
+    here, ref, root = transfers(service, tmp_path), service.ref(service.store(FILES), 1), tmp_path / "adapters"
+
+    def write(folder: Path) -> None:
+        (folder / "adapter_model.safetensors").write_bytes(os.urandom(1 << 10))
+
+    for unusable in (False, True, False):
+        shutil.rmtree(root, ignore_errors=True)
+        if unusable:
+            root.write_text("a file in its place")
+        assert here.cached() == []
+        context = pytest.raises(TransferFailed, match=r"^the worker's cache cannot be used \([\w ]+\)$")
+        with context if unusable else contextlib.nullcontext():
+            assert await pulled_weights(here, ref) == FILES["adapter_model.safetensors"]
+        root.unlink() if unusable else shutil.rmtree(root)
+        if unusable:
+            root.write_text("a file in its place")
+        with context if unusable else contextlib.nullcontext():
+            assert (await here.upload(service.tickets.upload(), write)).hash in here.cached()
+            assert root.stat().st_mode & 0o777 == 0o700
+        if unusable:
+            root.unlink()
+    await here.close()
+
+
+async def test_cache_that_became_read_only_is_read(service: Dialled, tmp_path: Path) -> None:
+    root = tmp_path / "adapters"
+    with mounted(root):
+        here, ref = transfers(service, tmp_path), service.ref(service.store(FILES), 1)
+        await pulled_weights(here, ref)
+        mend = make_read_only(root)
+        assert await pulled_weights(here, ref) == FILES["adapter_model.safetensors"]
+        with pytest.raises(TransferFailed, match=r"cache cannot be used \(read-only file system\)"):
+            await pulled_weights(here, service.ref(service.store({"adapter_model.safetensors": b"other"}), 2))
+        mend()
+        await here.close()
 
 
 async def test_cache_folder_is_private_to_its_owner(service: Dialled, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class AdapterCache:
         self._retained: frozenset[str] = frozenset()
         self._retainer: Path | None = None
         """The private folder of the file :data:`RETAINED`, while there are any."""
-        root.mkdir(0o700, parents=True, exist_ok=True)
+        self.make()
         if root.stat().st_mode & 0o077:
             try:
                 root.chmod(0o700)
@@ -97,6 +97,10 @@ class AdapterCache:
         found = root.stat()
         self.identity = f"{found.st_dev:x}.{found.st_ino:x}"
         """Equal in all processes of this machine that share the cache, in containers too."""
+
+    def make(self) -> None:
+        """The folder exists on return. A user may delete a cache at any time: what is missing is pulled again."""
+        self._root.mkdir(0o700, parents=True, exist_ok=True)
 
     def delete_private_leftovers(self) -> None:
         """Delete the private folders and half-written files that no living process has locked. Blocks."""
@@ -112,8 +116,10 @@ class AdapterCache:
         return self._root / digest
 
     def complete_adapters(self) -> list[str]:
-        """Hashes of the artifacts whose adapter is complete in the cache."""
-        return [folder.name for folder in _artifacts(self._root) if (folder / COMPLETE).exists()]
+        """Hashes of the artifacts whose adapter is complete in the cache; none of one that is gone or unreadable."""
+        with suppress(OSError):
+            return [folder.name for folder in _artifacts(self._root) if (folder / COMPLETE).exists()]
+        return []
 
     def is_complete(self, digest: str) -> bool:
         """Whether this artifact's adapter is."""
@@ -137,9 +143,13 @@ class AdapterCache:
                     self._delete(self._root / digest)
 
     def lock(self, digest: str) -> None:
-        """The folder of the artifact, which is pinned, may exist now: keep other processes from its eviction."""
-        if digest not in self._locks and (lock := _lock(self._root / digest, os.O_RDONLY | os.O_DIRECTORY)) is not None:
-            self._locks[digest] = lock
+        """The folder of the artifact, which is pinned, may exist now: keep other processes from its eviction. One that
+        cannot be opened cannot be read either, which is reported then."""
+        if digest in self._locks:
+            return
+        with suppress(OSError):
+            if (lock := _lock(self._root / digest, os.O_RDONLY | os.O_DIRECTORY)) is not None:
+                self._locks[digest] = lock
 
     def retain(self, hashes: Iterable[str]) -> None:
         """Of these artifacts this worker is the last reserved holder: all processes of the machine evict them last.
@@ -157,8 +167,9 @@ class AdapterCache:
     # --- insertion --------------------------------------------------------------------------------------------------
 
     def touch(self, folder: Path) -> None:
-        """Mark ``folder``, if it exists, as used now, so that other workers of the machine do not evict it."""
-        with suppress(FileNotFoundError):
+        """Mark ``folder``, if it exists, as used now, so that other workers of the machine do not evict it. The cache
+        may be read-only: what is in it is used all the same."""
+        with suppress(OSError):
             os.utime(folder)
 
     async def verify(self, path: Path, digest: str) -> bool:
@@ -180,11 +191,13 @@ class AdapterCache:
 
     def mark_complete(self, folder: Path) -> None:
         """All that generation needs is in ``folder``; it counts as used now."""
-        (folder / COMPLETE).touch()
-        os.utime(folder)
+        if not self.is_complete(folder.name):
+            (folder / COMPLETE).touch()
+        self.touch(folder)
 
     def staging_folder(self) -> Path:
         """A new private folder of this process, which is no artifact, until :meth:`delete_staging`."""
+        self.make()
         folder, lock = private_folder(self._root)
         self._private[folder] = lock
         return folder

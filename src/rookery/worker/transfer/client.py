@@ -16,7 +16,8 @@ Promises:
 * A version of this worker's trainer, or of another one of the machine, is here before it is committed, and an artifact
   of the cache after that (:mod:`rookery.worker.transfer.handed`).
 * The result of every pull is reported in ``events``.
-* On a full disk, unused artifacts are evicted from the cache, and the transfer is tried once more.
+* On a full disk, unused artifacts are evicted from the cache, and the transfer is tried once more. A cache that is
+  deleted is made again; one that cannot be used fails the transfer with the system's reason, without its path.
 * Every read is signed when it is sent.
 """
 
@@ -24,9 +25,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -251,12 +253,18 @@ class TransferClient:
         return folder
 
     async def _evict(self, *, disk_full: bool = False) -> None:
-        """Make room in the cache, and report what left it."""
-        for digest in await self._cache.evict(disk_full=disk_full):
+        """Make room in the cache, and report what left it. No transfer fails because there is less room."""
+        try:
+            evicted = await self._cache.evict(disk_full=disk_full)
+        except OSError as error:
+            log.warning("the cache cannot be made smaller: %s", error)
+            return
+        for digest in evicted:
             self._events.on_evicted(digest, report=True)
 
     async def _fetch(self, digest: str, folder: Path, state: bool) -> list[str]:
         """Complete the artifact on disk; the names of the shards that had to be fetched."""
+        self._cache.make()
         manifest = await self._manifest(digest, folder)
         self._cache.lock(digest)
         needed = [shard for shard in manifest.shards if state or not is_state(shard.name)]
@@ -420,18 +428,19 @@ class TransferClient:
         try:
             if staged is not None:
                 await staged(manifest.hash, staging)
-            for shard in manifest.shards:
-                await self._put(f"/wire/uploads/{ticket}/{shard.name}", staging / shard.name)
-            if staged is not None:
+            with _cache_errors():
                 for shard in manifest.shards:
-                    if is_state(shard.name):
-                        (staging / shard.name).unlink()
-                self._handed.keep(manifest, staging)
-                kept = True
-            else:
-                self._cache.insert_staged(manifest, staging)
-                self._published.publish(manifest.hash)
-                self._events.on_arrived(manifest.hash)
+                    await self._put(f"/wire/uploads/{ticket}/{shard.name}", staging / shard.name)
+                if staged is not None:
+                    for shard in manifest.shards:
+                        if is_state(shard.name):
+                            (staging / shard.name).unlink()
+                    self._handed.keep(manifest, staging)
+                    kept = True
+                else:
+                    self._cache.insert_staged(manifest, staging)
+                    self._published.publish(manifest.hash)
+                    self._events.on_arrived(manifest.hash)
         finally:
             if not kept:
                 if staged is not None and manifest.hash not in self._handed and self._private([manifest.hash]):
@@ -462,15 +471,17 @@ class TransferClient:
     # --- retries ----------------------------------------------------------------------------------------------------
 
     async def _with_space(self, call: Callable[[], Awaitable[T]]) -> T:
-        """``call()``, once more after eviction if the disk was full."""
-        try:
+        """``call()``, once more after eviction if the disk was full. Raises :class:`TransferFailed` where the cache
+        cannot be used."""
+        with _cache_errors():
+            try:
+                return await call()
+            except Exception as error:
+                if errno_of(error) not in NO_ROOM:
+                    raise
+                log.warning("the disk is full: evicting unused artifacts from the cache")
+            await self._evict(disk_full=True)
             return await call()
-        except Exception as error:
-            if errno_of(error) not in NO_ROOM:
-                raise
-            log.warning("the disk is full: evicting unused artifacts from the cache")
-        await self._evict(disk_full=True)
-        return await call()
 
     async def _put(self, url: str, file: Path) -> None:
         """Send a file; the response has status 2xx."""
@@ -487,6 +498,19 @@ class TransferClient:
             raise_for_status("PUT", url, response.status_code)
 
         await _with_retries(f"PUT {url}", attempt)
+
+
+@contextmanager
+def _cache_errors() -> Iterator[None]:
+    """Raises :class:`TransferFailed` for an error of the cache's disk: its path is in this worker's log, and not in the
+    answer, which tenants read."""
+    try:
+        yield
+    except Exception as error:
+        if not (number := errno_of(error)):
+            raise
+        log.warning("the cache cannot be used: %s", one_line(error))
+        raise TransferFailed(f"the worker's cache cannot be used ({os.strerror(number).lower()})") from error
 
 
 async def _with_retries(what: str, attempt: Callable[[], Awaitable[T]], progress: Callable[[], int] = lambda: 0) -> T:
