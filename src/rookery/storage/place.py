@@ -256,7 +256,7 @@ def understood(
         check()
         if isinstance(error, FileNotFoundError):
             raise NotFound(absent) from error
-        raise UnreadableArtifact("the artifacts do not answer", first_line(error)) from error
+        raise UnreadableArtifact(_denied(error), first_line(error)) from error
 
 
 def folder_name(folder: Path) -> str:
@@ -267,6 +267,12 @@ def folder_name(folder: Path) -> str:
 def away(detail: str) -> ArtifactsAway:
     """The error of a place that is away; ``detail`` is for the operator."""
     return ArtifactsAway("the artifacts do not answer: their place is away", detail)
+
+
+def _denied(error: Exception) -> str:
+    """An error for tenants: the reason of the system, which names no path."""
+    number = error.errno if isinstance(error, OSError) else None
+    return f"the artifacts cannot be used ({os.strerror(number).lower()})" if number else "the artifacts do not answer"
 
 
 def first_line(error: Exception) -> str:
