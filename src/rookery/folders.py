@@ -21,25 +21,26 @@ LOCKED_FOLDERS = ("", "models", "prepared", "kernels")
 """Of them those in which processes wait for each other by locks, and the cache itself, where they are made."""
 
 PROBE_BYTES = 1 << 20
-"""Bytes that are written to see whether there is room: a new database with its log takes about as many. A full disk
-still takes empty files."""
+"""Bytes that are written to see whether there is room: a new database with its log takes about as many, and so does an
+adapter of a small model. A full disk still takes empty files. Work that finds no room after that is tried again
+later."""
 
 
 def temporary_folder(prefix: str = "rookery-", at: str | None = None) -> tempfile.TemporaryDirectory[str]:
     """A new folder for as long as it is used, ``at`` another place than the system's. Raises :class:`UserError` where
     none can be made."""
-    with _temporary(at):
+    with temporary_errors(at):
         return tempfile.TemporaryDirectory(prefix=prefix, dir=at)
 
 
 def temporary_file() -> IO[bytes]:
     """A file without a name for as long as it is open. Raises :class:`UserError` where none can be made."""
-    with _temporary():
+    with temporary_errors():
         return tempfile.TemporaryFile()
 
 
 @contextmanager
-def _temporary(at: str | None = None) -> Iterator[None]:
+def temporary_errors(at: str | None = None) -> Iterator[None]:
     """The system's folder for temporary files may be missing, read-only as in a container without a volume there, or
     full: the library tries a few and then knows none. A lack of descriptors or memory is no fault of a folder."""
     try:
@@ -59,6 +60,14 @@ def _temporary(at: str | None = None) -> Iterator[None]:
             f"TMPDIR: no temporary file can be made, as in {tried}; set TMPDIR to a folder that is writable for this"
             " user and has room (in a container: mount a volume at /tmp)"
         ) from None
+
+
+def probe_writes(folder: Path) -> None:
+    """Write :data:`PROBE_BYTES` in ``folder`` to its disk, and delete them. Raises ``OSError``."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(PROBE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def reason_of(error: OSError) -> str:
@@ -83,6 +92,29 @@ def write_durably(path: Path, content: str) -> None:
     except BaseException:
         os.unlink(part)
         raise
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """A file of a user that takes the place of ``path`` once it is whole; after an error ``path`` is as it was. A pipe
+    or a device is written to as it is. Raises :class:`StorageFull`, which names it."""
+    plain = path.is_file() or not path.exists()
+    target = path.resolve()
+    part = target.with_name(f".{target.name}.{os.getpid()}.part") if plain else path
+    try:
+        with part.open("wb") as file:
+            yield file
+        if plain:
+            part.replace(target)
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise StorageFull(f"{path} cannot be written: its disk is full; free some space, or give another") from None
+        if error.filename == str(part):
+            error.filename = str(path)
+        raise
+    finally:
+        if plain:
+            part.unlink(missing_ok=True)
 
 
 def named_path(given: str | Path) -> Path:

@@ -27,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import event, func, make_url, select, text, update
 from sqlalchemy.exc import OperationalError
+from tests.support.disks import small_files
 from tests.support.draws import examples
 from tests.support.faces import served
 from tests.support.storing import (
@@ -57,6 +58,7 @@ from rookery.errors import (
     DatabaseRefuses,
     NotFound,
     RookeryError,
+    StorageFull,
     Unavailable,
     UserError,
 )
@@ -207,6 +209,17 @@ def test_a_sqlite_file_that_is_deleted_or_replaced_is_noticed(take: Callable[[Pa
             path.with_name("moved").rename(path)
             database.ping()
             assert [row.id for row in database.read(tenants.list_tenants)] == ["alice"]
+
+
+def test_a_disk_without_room_is_named_whichever_error_sqlite_reports(tmp_path: Path) -> None:
+    """Of a quota, a limit of a file's size, and a failed growth of its shared memory it says only "disk I/O error"."""
+    with closing(Database(f"sqlite:///{tmp_path}/rookery.db")) as database:
+        database.create()
+        with small_files(8192), pytest.raises(StorageFull, match="the database's disk is full") as full:
+            database.write(tenants.create_tenant, "alice", "Alice", 0.0)
+        assert outage_of(full.value) == "writes"
+        database.write(tenants.create_tenant, "bob", "Bob", 0.0)
+        assert [row.id for row in database.read(tenants.list_tenants)] == ["bob"]
 
 
 @pytest.mark.parametrize("name", ["rookery.db", "link.db", "rookery.db?timeout=60"])

@@ -51,7 +51,7 @@ from rookery.errors import (
     shortages,
     unusable,
 )
-from rookery.folders import write_durably
+from rookery.folders import probe_writes, write_durably
 from rookery.protocol import Manifest, Shard, manifest_of
 from rookery.storage.place import (
     DISK,
@@ -74,10 +74,6 @@ largest, and keeps a broken or hostile worker from filling the disk."""
 
 READ_BYTES = 1 << 20
 """Bytes of a file that are read at once: a switch of threads costs more than reading less."""
-
-PROBE_BYTES = 1 << 20
-"""Written to see whether the place takes writes again: about an adapter of a small model. One that finds no room after
-that is tried again later."""
 
 RESERVED_SHARE = 0.05
 """Largest part of a disk that uploads leave free for commits."""
@@ -223,12 +219,10 @@ class Artifacts:
             raise away(f"{self.root} {found}; mount the disk, or restore the file {OWNER}")
 
     def check_writes(self) -> None:
-        """Write :data:`PROBE_BYTES` and delete them. Raises :class:`ArtifactsAway`, :class:`StorageFull`,
+        """Write some bytes and delete them. Raises :class:`ArtifactsAway`, :class:`StorageFull`,
         :class:`UnreadableArtifact`."""
-        with understood(self._check_staging), tempfile.TemporaryFile(dir=self._staging) as file:
-            file.write(bytes(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        with understood(self._check_staging):
+            probe_writes(self._staging)
 
     def check_reserve(self, reserve: int) -> None:
         """Raises :class:`StorageFull` where the disk to which artifacts are written has less than ``reserve`` bytes

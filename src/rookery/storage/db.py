@@ -22,6 +22,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -31,6 +32,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import URL, Connection, create_engine, event, func, insert, inspect, select, text, update
@@ -46,6 +48,7 @@ from sqlalchemy.exc import (
 from sqlalchemy.pool import StaticPool
 
 from rookery.errors import (
+    NO_ROOM,
     DatabaseAway,
     DatabaseReadOnly,
     DatabaseRefuses,
@@ -57,6 +60,7 @@ from rookery.errors import (
     shortage,
     shortages,
 )
+from rookery.folders import probe_writes
 from rookery.storage import migrations
 from rookery.storage.models import MetaRow
 from rookery.storage.place import Owner
@@ -105,6 +109,13 @@ POOLER_LOOKS = 3
 """Looks at the sessions behind a pooler: with several, each may answer a look by chance as a session of one's own."""
 
 _EPOCH = select(MetaRow.value).where(MetaRow.name == "epoch")
+
+_SQLITE_DISK_ERRORS = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+"""Errors in which SQLite does not say which one of the system it met: its disk is asked. Of the kinds of a full disk it
+knows one, and only where it writes, not where it makes its shared memory larger."""
+
+_DENIED = (errno.EROFS, errno.EACCES, errno.EPERM)
+"""Error numbers of a disk or a folder that takes no writes."""
 
 _POSTGRES_DISK_FULL = "53100"
 _POSTGRES_READ_ONLY = "25006"
@@ -540,15 +551,26 @@ class Database:
                 code: int | str | None = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
             else:
                 code = getattr(error.orig, "sqlstate", None)
-            if code in (sqlite3.SQLITE_FULL, _POSTGRES_DISK_FULL):
+            refused = self._disk_error() if code in _SQLITE_DISK_ERRORS else 0
+            if code in (sqlite3.SQLITE_FULL, _POSTGRES_DISK_FULL) or refused in NO_ROOM:
                 raise StorageFull("the database's disk is full; free some space, nothing was half-written") from error
-            if code in (sqlite3.SQLITE_READONLY, _POSTGRES_READ_ONLY):
-                raise self._read_only(_reason(error)) from error
+            if code in (sqlite3.SQLITE_READONLY, _POSTGRES_READ_ONLY) or refused in _DENIED:
+                raise self._read_only(os.strerror(refused) if refused else _reason(error)) from error
             raise self._not_there(_reason(error), _refused(error)) from error
         else:
             if self._away:
                 self._away = False
                 log.warning("the database answers again")
+
+    def _disk_error(self) -> int:
+        """The error number with which the disk of the SQLite file takes no bytes now; 0 where it takes them."""
+        path = _file(self.engine.url)
+        try:
+            if path:
+                probe_writes(Path(path).parent)
+        except OSError as error:
+            return error.errno or 0
+        return 0
 
     def _not_there(self, reason: str, refused: bool = False) -> DatabaseAway:
         problem = "refuses access" if refused else "does not answer"

@@ -37,12 +37,12 @@ from rookery.errors import (
     installs,
     shortages,
 )
+from rookery.folders import PROBE_BYTES
 from rookery.network import proxy_of
 from rookery.pace import TooSlow, TransferPace
 from rookery.protocol import Manifest, Shard
 from rookery.storage.artifacts import (
     MANIFEST,
-    PROBE_BYTES,
     READ_BYTES,
     Artifacts,
     check_hash,
