@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.disks import small_files
 from typer.testing import CliRunner
 
 from rookery.cli import app, main
 from rookery.errors import StorageFull, Unavailable, UserError
-from rookery.folders import expanded, temporary_file, temporary_folder, usable_cache, usable_folder
+from rookery.folders import expanded, replaced, temporary_file, temporary_folder, usable_cache, usable_folder
 from rookery.settings import Settings
 from rookery.storage.artifacts import Place
 from rookery.storage.data_dir import DataFolder, read_secret
@@ -196,6 +197,32 @@ def test_no_place_for_temporary_files_is_refused_with_its_setting(
     with pytest.raises(error) as elsewhere:
         temporary_folder(at="/elsewhere")
     assert "TMPDIR" not in str(elsewhere.value)
+
+
+def test_a_file_of_a_user_is_replaced_whole_or_stays(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    (tmp_path / "kept").write_bytes(b"before")
+    for name in ("link", "new"):
+        path = tmp_path / name
+        with (
+            small_files(4096),
+            pytest.raises(StorageFull, match=f"{path} cannot be written: its disk is full"),
+            replaced(path) as file,
+        ):
+            file.write(bytes(8192))
+    assert (tmp_path / "kept").read_bytes() == b"before"
+    with pytest.raises(FileNotFoundError) as missing, replaced(tmp_path / "none" / "file"):
+        pass
+    assert missing.value.filename == f"{tmp_path}/none/file"
+    for name in ("link", "new"):
+        with replaced(tmp_path / name) as file:
+            file.write(name.encode())
+    with replaced(Path("/dev/null")) as file:
+        file.write(b"gone")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        "link": b"link", "kept": b"link", "new": b"new",
+    }  # fmt: skip
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_a_command_without_a_temporary_folder_is_refused_in_one_line(

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.disks import small_files
 from tests.support.faces import ThreadedWorker, job, served
 from tests.support.storing import check_counted_bytes, everything, new_database, running_postgres, submit
 from typer.testing import CliRunner
 
 from rookery.cli import app
 from rookery.client import Client
-from rookery.errors import CorruptArtifact, UserError
+from rookery.errors import CorruptArtifact, StorageFull, UserError
 from rookery.storage import migrations
 from rookery.storage.artifacts import Artifacts, Place
 from rookery.storage.backup import back_up, readable, restore
@@ -140,14 +141,32 @@ def test_job_that_is_deleted_during_a_backup_is_left_out(tmp_path: Path, monkeyp
         (tmp_path / "data/jobs" / name / "tensorboard").mkdir(parents=True)
     real = shutil.copytree
 
-    def late(source: Path, target: Path, *others: Any) -> Any:
+    def late(source: Path, target: Path, *others: Any, **named: Any) -> Any:
         if Path(source).name == "one":
             shutil.rmtree(source)
-        return real(source, target, *others)
+        return real(source, target, *others, **named)
 
     monkeypatch.setattr("rookery.storage.backup.shutil.copytree", late)
     back_up(tmp_path / "data", "", tmp_path / "backup")
     assert [folder.name for folder in (tmp_path / "backup/jobs").iterdir()] == ["two"]
+
+
+@pytest.mark.parametrize("most", [4096, 1 << 20], ids=["database", "job"])
+def test_a_full_disk_ends_a_backup_and_a_restore_which_can_be_repeated(most: int, tmp_path: Path) -> None:
+    stored(tmp_path / "data")
+    (tmp_path / "data/jobs/one").mkdir()
+    (tmp_path / "data/jobs/one/events").write_bytes(bytes(2 << 20))
+    back_up(tmp_path / "data", "", tmp_path / "backup")
+    with small_files(most):
+        with pytest.raises(StorageFull, match=f"backup to {tmp_path}/full failed: the disk of {tmp_path} is full"):
+            back_up(tmp_path / "data", "", tmp_path / "full")
+        with pytest.raises(StorageFull, match=f"restore into .*/new failed: the disk of {tmp_path}/new is full"):
+            restore(tmp_path / "backup", tmp_path / "new", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "backup", "new"}
+    restore(tmp_path / "backup", tmp_path / "new", "")  # what the first attempt left is no obstacle
+    assert everything(sqlite_url(tmp_path / "new")) == everything(sqlite_url(tmp_path / "data"))
+    with pytest.raises(UserError, match="is inside of"):
+        back_up(tmp_path / "data", "", tmp_path / "data" / "backup")
 
 
 def test_restoring_over_something_is_refused_in_one_line(postgres: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from rookery.cli.steps import StepLines
 from rookery.client.connection import Record
 from rookery.client.report import outcome, report, reward_text
 from rookery.errors import count_of
+from rookery.folders import replaced
 from rookery.telemetry.numbers import evaluation_text
 from rookery.telemetry.rows import Rows, columns, printable
 from rookery.telemetry.table import job_line, job_list, policy_figures, sparkline
@@ -251,9 +252,10 @@ def export(
     """Write a job into one HTML file that needs no service: curves, evaluations, episodes, events, settings."""
     with cli.client() as client:
         found = client.job(job)
-        written = report(found, limit)
-    file.write_text(written, encoding="utf-8")
-    cli.show({"job": found.id, "file": str(file)}, f"{file} has {found.name} ({len(written.encode()):,} bytes)")
+        written = report(found, limit).encode()
+    with replaced(file) as out:
+        out.write(written)
+    cli.show({"job": found.id, "file": str(file)}, f"{file} has {found.name} ({len(written):,} bytes)")
 
 
 @app.command("tensorboard")

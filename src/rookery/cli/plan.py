@@ -18,6 +18,7 @@ from rookery.children import child_variables, interpreter
 from rookery.cli.options import JsonOption, check_child, last_line, number_option, path_option
 from rookery.cli.output import print_json, show
 from rookery.errors import UserError, count_of, short
+from rookery.folders import replaced
 from rookery.scheduling.plan.predict import Device, devices_of, plan_of
 from rookery.scheduling.plan.search import BUDGET, Found, gains, search
 from rookery.settings import TrainingSettings
@@ -95,9 +96,8 @@ def plan(
 
         report["simulated_seconds"] = simulate_plan(planned)
     if out is not None:
-        out.write_text(
-            yaml.safe_dump(planned.model_dump(mode="json", exclude_none=True), sort_keys=False), encoding="utf-8"
-        )
+        with replaced(out) as file:
+            file.write(yaml.safe_dump(planned.model_dump(mode="json", exclude_none=True), sort_keys=False).encode())
     if json:
         print_json(report)
         return
@@ -186,7 +186,8 @@ def add_entry(path: Path, entry: dict[str, Any]) -> FleetMachine:
     :class:`UserError`."""
     fleet = merged(path, entry)
     written = yaml.safe_dump(fleet.model_dump(mode="json", exclude_none=True), sort_keys=False)
-    path.write_text(written, encoding="utf-8")
+    with replaced(path) as file:
+        file.write(written.encode())
     return next(machine for machine in fleet.machines if machine.name == entry["name"])
 
 

@@ -13,6 +13,7 @@ import typer
 
 from rookery.cli.options import JsonOption, number_option, path_option
 from rookery.cli.output import print_json, show
+from rookery.folders import replaced
 
 
 def simulate(
@@ -88,7 +89,8 @@ def simulate(
         show(f"event log {digest(outcomes)}")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "results.json").write_text(jsons.dumps(found, indent=1) + "\n", encoding="utf-8")
+        with replaced(out / "results.json") as file:
+            file.write((jsons.dumps(found, indent=1) + "\n").encode())
         typer.echo(f"written: {out / 'results.json'}", err=True)
 
 

@@ -21,6 +21,7 @@ from rookery.client.job import ENDED, Job, sample, stream, times, write_trace
 from rookery.environments.base import Environment
 from rookery.environments.host import Host
 from rookery.errors import (
+    NO_ROOM,
     Conflict,
     NotFound,
     RookeryError,
@@ -31,7 +32,7 @@ from rookery.errors import (
     nearest,
     short,
 )
-from rookery.folders import named_path, temporary_file
+from rookery.folders import named_path, temporary_errors, temporary_file
 from rookery.settings import CLIENT_SETTINGS, Settings
 from rookery.spec import values
 from rookery.spec.job import FILE_ENVIRONMENTS, check_hosted_name
@@ -517,12 +518,14 @@ def _large_rows(option: str, rows: Any) -> bytes | None:
 
 def _add_adapter(connection: HttpConnection, folder: Path) -> str:
     """Uploads a PEFT folder; returns the hash for ``warm_start.upload``."""
-    with temporary_file() as tar:
+    with temporary_file() as tar, temporary_errors():
         with tarfile.open(fileobj=tar, mode="w", dereference=True) as archive:
             for name in _ADAPTER_FILES:
                 try:
                     archive.add(folder / name, name)
                 except OSError as error:
+                    if error.errno in NO_ROOM:  # of the archive
+                        raise
                     raise UserError(f"warm_start.peft: {folder / name} cannot be read ({error.strerror})") from None
         tar.seek(0)
         return str(connection.call("POST", "/api/v1/adapters", content=tar, seconds=WORK_SECONDS)["adapter"])

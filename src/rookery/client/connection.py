@@ -24,6 +24,7 @@ import httpcore
 import httpx
 
 from rookery import errors
+from rookery.folders import temporary_errors
 from rookery.lines import LineSplitter
 from rookery.network import client_tls, proxy_of, service_url
 from rookery.pace import TooSlow, TransferPace
@@ -195,8 +196,8 @@ class HttpConnection:
             params["after"] = after
 
     def download(self, path: str, file: IO[bytes], kind: str = "") -> httpx.Headers:
-        """Write the response's content to ``file`` as it arrives; returns its headers. Content of another ``kind`` is
-        no answer of the service."""
+        """Write the response's content to the temporary ``file`` as it arrives; returns its headers. Content of another
+        ``kind`` is no answer of the service."""
         limit = self._seconds or CHANGE_SECONDS
         try:
             with self._client().stream("GET", path, timeout=_timeout(limit)) as response:
@@ -207,7 +208,8 @@ class HttpConnection:
                 if kind and response.headers.get("content-type", "") != kind:
                     raise self._foreign()
                 for chunk in response.iter_bytes():
-                    file.write(chunk)
+                    with temporary_errors():
+                        file.write(chunk)
                 return response.headers
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise self._broken(error, limit) from None

@@ -17,7 +17,7 @@ from rookery.client.connection import WORK_SECONDS, HttpConnection, Record, segm
 from rookery.client.hub import model_card, push_folder
 from rookery.client.tensorboard import FILE_VERSION, event
 from rookery.errors import RookeryError, StorageFull, TooManyRequests, Unavailable, UserError, short
-from rookery.folders import named_path, temporary_file, temporary_folder
+from rookery.folders import named_path, replaced, temporary_file, temporary_folder
 from rookery.telemetry.numbers import numbers
 
 log = logging.getLogger("rookery.client")
@@ -363,13 +363,8 @@ class AdapterFolder:
                     content = archive.extractfile(member)
                     if content is None or Path(member.name).name != member.name:
                         raise UserError(f"the adapter's archive has {short(member.name)}, which is no file of it")
-                    part = target / f".{member.name}.part"
-                    try:
-                        with part.open("wb") as file:
-                            shutil.copyfileobj(content, file)
-                        part.replace(target / member.name)
-                    finally:
-                        part.unlink(missing_ok=True)
+                    with replaced(target / member.name) as file:
+                        shutil.copyfileobj(content, file)
                     self.files.append(member.name)
         return target
 
@@ -386,7 +381,7 @@ def write_trace(connection: HttpConnection, path: str, file: str | Path, given: 
     with temporary_file() as content:
         connection.download(f"{path}?{query}", content)
         content.seek(0)
-        with target.open("wb") as out:
+        with replaced(target) as out:
             shutil.copyfileobj(content, out)
     return target
 

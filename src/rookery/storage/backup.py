@@ -26,12 +26,19 @@ from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, TypeDecorator, column, delete, func, insert, select, table
 
-from rookery.errors import NO_ROOM, NotFound, Unavailable, UserError, shortages
+from rookery.errors import NotFound, StorageFull, Unavailable, UserError, shortages
 from rookery.protocol import Manifest
 from rookery.storage import migrations
 from rookery.storage.artifacts import DATA_FOLDER, Artifacts, Place
 from rookery.storage.columns import Base
-from rookery.storage.data_dir import ADMIN_KEY_FILE, DATABASE_FILE, WORKER_TOKEN_FILE, DataFolder, sqlite_url
+from rookery.storage.data_dir import (
+    ADMIN_KEY_FILE,
+    DATABASE_FILE,
+    LOCK_FILE,
+    WORKER_TOKEN_FILE,
+    DataFolder,
+    sqlite_url,
+)
 from rookery.storage.db import Database
 from rookery.storage.models import EventRow, TenantRow
 from rookery.storage.opening import artifacts_at, open_artifacts
@@ -62,7 +69,7 @@ def back_up(data: Path, url: str, target: Path, place: Place = DATA_FOLDER) -> i
     for source in (data, artifacts.root):
         if target.is_relative_to(source.resolve()):
             raise UserError(f"{target} is inside of {source}, which it is a backup of; give a folder elsewhere")
-    with _one_line(f"backup to {target}"), closing(Database(readable(data, url))) as database:
+    with _one_line(f"backup to {target}", target.parent), closing(Database(readable(data, url))) as database:
         artifacts.inspect(database.owner())
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".backup-") as name:
@@ -87,15 +94,15 @@ def restore(backup: Path, data: Path, url: str, place: Place = DATA_FOLDER) -> i
     :class:`CorruptArtifact`, :class:`StorageFull`; then the data folder is as it was."""
     if not (backup / DATABASE_FILE).is_file():
         raise UserError(f"{backup} is no backup: it has no {DATABASE_FILE}")
-    if data.exists() and any(entry.name != LOST_AND_FOUND for entry in data.iterdir()):
+    if not _is_empty(data):
         raise UserError(f"data folder {data} is not empty; restore into a new one with --data")
-    with _one_line(f"restore into {data}"), DataFolder(data) as folder:
+    with _one_line(f"restore into {data}", data), DataFolder(data) as folder:
         try:
             if url:
                 with closing(Database(url)) as target:
                     _refuse_filled(target)
             for name in ("artifacts", "jobs"):
-                shutil.copytree(backup / name, data / name, dirs_exist_ok=True)
+                shutil.copytree(backup / name, data / name, dirs_exist_ok=True, copy_function=_copy)
             for name in (ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DATABASE_FILE):
                 shutil.copy2(backup / name, data / name)
             local = Artifacts(folder.artifacts)
@@ -121,12 +128,17 @@ def restore(backup: Path, data: Path, url: str, place: Place = DATA_FOLDER) -> i
     return len(named)
 
 
+def _is_empty(data: Path) -> bool:
+    """Whether nothing is stored there. A start that found the disk full leaves empty folders."""
+    return all(path.is_dir() or path.name == LOCK_FILE for path in data.rglob("*") if LOST_AND_FOUND not in path.parts)
+
+
 def _copy_jobs(source: Path, target: Path) -> None:
     """Copy the folders of jobs but for those that are deleted meanwhile."""
     target.mkdir(mode=0o700)
     for folder in filter(Path.is_dir, source.iterdir()):
         try:
-            shutil.copytree(folder, target / folder.name)
+            shutil.copytree(folder, target / folder.name, copy_function=_copy)
         except (FileNotFoundError, shutil.Error):
             if folder.exists():
                 raise
@@ -176,8 +188,11 @@ def _fill(url: str, source: Connection) -> None:
         target.claim()
         _refuse_filled(target)  # a service may have been there since
         target.create()
-        with target.writing() as connection:
-            _copy_rows(source, connection)
+        try:
+            with target.writing() as connection:
+                _copy_rows(source, connection)
+        except StorageFull:
+            raise Unavailable("the disk of the database that ROOKERY_DATABASE names is full; free some space") from None
 
 
 def _refuse_filled(target: Database) -> None:
@@ -232,12 +247,19 @@ def _held(artifacts: Artifacts, folder: DataFolder) -> Iterator[None]:
         artifacts.release()
 
 
-@contextmanager
-def _one_line(action: str) -> Iterator[None]:
+def _copy(source: str, target: str) -> None:
+    """Raises :class:`StorageFull` at once: ``copytree`` collects errors of the system and goes on."""
     with shortages("the disk"):
-        try:
+        shutil.copy2(source, target)
+
+
+@contextmanager
+def _one_line(action: str, disk: Path) -> Iterator[None]:
+    """``disk``: the folder that is written to. A full one is named as such, also where its database met it."""
+    try:
+        with shortages():
             yield
-        except (OSError, shutil.Error) as error:
-            if getattr(error, "errno", None) in NO_ROOM:
-                raise
-            raise UserError(f"{action} failed: {error}") from error
+    except StorageFull as full:
+        raise StorageFull(f"{action} failed: the disk of {disk} is full; free some space there") from full
+    except (OSError, shutil.Error) as error:
+        raise UserError(f"{action} failed: {error}") from error

@@ -18,8 +18,7 @@ from typing import Self
 from rookery.errors import RookeryError, UserError, shortage, shortages, unusable
 from rookery.folders import reason_of, usable_folder, without_home, write_durably
 
-_LOCK_FILE = "lock"
-
+LOCK_FILE = "lock"
 ADMIN_KEY_FILE = "admin.key"
 WORKER_TOKEN_FILE = "worker.token"
 DATABASE_FILE = "rookery.db"
@@ -80,7 +79,7 @@ class DataFolder:
         self.artifacts, self.jobs, self.logs = (root / name for name in ("artifacts", "jobs", "logs"))
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(root / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+            self._lock = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise self._unwritable(error) from None
         try:
