@@ -46,7 +46,7 @@ from rookery.controller.rollout.request import (
 from rookery.controller.rollout.request_queues import RequestQueues
 from rookery.controller.rollout.rules import ROLLOUT_RULES, RolloutRules
 from rookery.controller.weights.store import WeightStore
-from rookery.errors import RookeryError, Unavailable
+from rookery.errors import RookeryError, Unavailable, without_paths
 from rookery.settings import Settings
 from rookery.telemetry.spans import TraceSpan
 
@@ -514,8 +514,9 @@ class RolloutScheduler:
 
     def _on_chunk(self, inflight: InflightRequest, worker: Worker, chunk: protocol.TokenChunk) -> None:
         result, assignment = inflight.result, inflight.assignment
+        reason = without_paths(chunk.error, keep=worker.hello.model)
         if chunk.finish == "error":
-            self._fail(inflight, "error", GenerationFailed(chunk.error or "the engine gave no reason"))
+            self._fail(inflight, "error", GenerationFailed(reason or "the engine gave no reason"))
             return
         if problem := inflight.problem(chunk):
             if inflight.count_fault(chunk):
@@ -537,7 +538,7 @@ class RolloutScheduler:
             self._fleet.emit(TokensReceived(self._clock.time(), worker, inflight.request, tokens))
         # An abort is the worker's decision: a request that this side aborts has no assignment any more.
         if chunk.finish == "abort" and chunk.error:
-            self._refuse(inflight, chunk.error, "return", "error")
+            self._refuse(inflight, reason, "return", "error")
         elif chunk.finish == "abort":
             self._requeue(inflight, "return", "divided" if inflight.state == "returning" else "rejected")
         elif chunk.finish:

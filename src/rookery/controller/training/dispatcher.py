@@ -31,7 +31,7 @@ from rookery.controller.training.holders import StateHolders
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import WeightStore
 from rookery.controller.weights.tickets import Tickets
-from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, count_of
+from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, count_of, without_paths
 from rookery.scheduling.trainers import EQUAL, TrainingLoad, assign_trainer, is_overloaded, select_helpers
 from rookery.storage.artifacts import Staging
 from rookery.telemetry.spans import TraceSpan
@@ -501,7 +501,8 @@ class TrainingDispatcher:
             raise protocol.BadFrame(f"operation {message.op}: more than {most} bytes of log-probabilities")
         one.logprobs += message.logprobs
         if not message.more:
-            one.answer.set_result(msgspec.structs.replace(message, logprobs=bytes(one.logprobs)))
+            error = without_paths(message.error, keep=worker.hello.model)
+            one.answer.set_result(msgspec.structs.replace(message, logprobs=bytes(one.logprobs), error=error))
 
     def on_worker_changed(self, worker: Worker) -> None:
         if worker.has_role("train", worker.hello.model):
