@@ -295,6 +295,8 @@ async def test_prompts_of_a_tenants_host_are_bounded(service: Service) -> None:
     sent = [b"1" * (most + 1)]
     with pytest.raises(EnvironmentFailed, match="a prompt has more than 262144 bytes"):
         await hosts.prompts(task, "train", 0, 1, seed=0, shuffle=False)
+    (known,) = hosts.hosts.values()
+    assert not known.calls and not known.active, "of each dry run's job some bytes would stay for ever"
 
 
 @pytest.mark.parametrize(

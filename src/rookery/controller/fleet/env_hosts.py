@@ -132,10 +132,10 @@ class EnvironmentHost:
     """By name, the episodes that may continue there; a host that reconnects is sent a close for any other."""
     called: dict[str, str] = field(default_factory=dict)
     """Of these, those that this process has called there, with their tenants: no other host continues them."""
-    calls: dict[str, HostCall] = field(default_factory=dict)
+    calls: IndexedDict[str, HostCall] = field(default_factory=lambda: IndexedDict(job=attrgetter("job")))
     """Unanswered calls."""
     active: dict[str, float] = field(default_factory=dict)
-    """By job, when a call began or was answered last (seconds of the loop)."""
+    """By job with unanswered calls, when a call began or was answered last (seconds of the loop)."""
 
     def offers(self, owner: str, environment: str) -> bool:
         """Whether it may run an environment of this name now."""
@@ -434,7 +434,6 @@ class EnvironmentHosts:
     def close_job(self, job: str) -> None:
         """The job has ended: close the episodes that its hosts still run."""
         for host in self.hosts.values():
-            host.active.pop(job, None)
             for episode in sorted(host.episodes.of(job=job)):
                 self.close_episode(host, episode.name)
 
@@ -463,6 +462,8 @@ class EnvironmentHosts:
                     raise EnvironmentFailed(f"{kind} was answered with {type(answer).__name__}: the host is faulty")
         finally:
             host.calls.pop(message.call, None)
+            if not host.calls.has(job=environment.job):
+                host.active.pop(environment.job, None)
 
     @staticmethod
     async def _send(host: EnvironmentHost, tenant: str, message: EnvironmentMessage, call: HostCall) -> None:
