@@ -391,9 +391,13 @@ def test_rows_of_a_file_are_read_when_needed_and_hold_little_memory(tmp_path: Pa
 def test_sizes_of_the_splits_count_held_out_rows_that_are_trained_on(tmp_path: Path) -> None:
     """By their prompt alone, however it is written."""
     path = tmp_path / "train.jsonl"
-    train = [{"prompt": "1+1?", "answer": "2"}, {"prompt": "2+2?", "answer": "4"}, {"prompt": "3+3?", "answer": "6"}]
+    train = [{"prompt": "1 + é?", "answer": "2"}, {"prompt": "2+2?", "answer": "4"}, {"prompt": "3+3?", "answer": "6"}]
     path.write_text("\n".join(json.dumps(row) for row in train))
-    held_out = [{"prompt": [user("1+1? ")], "answer": "3"}, {"messages": [user("9+9?")], "answer": "18"}, train[1]]
+    held_out = [
+        {"prompt": [user("1\N{NO-BREAK SPACE}+\ne\u0301? ")], "answer": "3"},
+        {"messages": [user("9+9?")], "answer": "18"},
+        train[1],
+    ]
     for source in ({"path": str(path)}, {"rows": train}):
         sizes = find("jsonl").validate_options({**source, "eval_rows": held_out, "verifier": "exact"})
         assert (sizes.train, sizes.held_out, sizes.repeated, sizes.asked) == (3, 3, 2, True)
