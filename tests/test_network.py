@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import ssl
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
+import certifi
 import httpx
 import pytest
 from hypothesis import given
@@ -14,9 +16,14 @@ from hypothesis import strategies as st
 from websockets.proxy import parse_proxy
 
 from rookery.client import Client
+from rookery.client.connection import HttpConnection
 from rookery.errors import Unavailable, UserError
-from rookery.network import client_tls, is_loopback, is_public, proxy_of, reachable, service_url, source_of
+from rookery.network import client_tls, http_tls, is_loopback, is_public, proxy_of, reachable, service_url, source_of
 from rookery.settings import Settings
+from rookery.worker.engine.vllm.attached import Attached
+from rookery.worker.transfer.http import service_client
+from rookery.worker.transfer.peers import PeerClient
+from rookery.worker.transfer.published import Reads
 
 PROXY = "http://proxy:3128"
 
@@ -209,6 +216,18 @@ def test_certificates_that_are_missing_do_not_matter_without_tls() -> None:
     missing = {"SSL_CERT_FILE": "/nonexistent.pem", "SSL_CERT_DIR": "/nonexistent"}
     with patch.dict(os.environ, missing), Client("http://127.0.0.1:1", "tml-x") as client, pytest.raises(Unavailable):
         client.models()
+
+
+async def test_clients_of_addresses_without_tls_read_no_certificates() -> None:
+    """A bundle takes longer to read than a request."""
+    with patch.object(certifi, "where", side_effect=AssertionError):
+        HttpConnection("http://h", None)
+        await service_client("http://h,http://i", 1.0).aclose()
+        await PeerClient(1.0, Reads(), AsyncMock()).close()
+        with pytest.raises(Unavailable, match="vLLM"):
+            await Attached(Settings().replace(vllm_url="http://127.0.0.1:1")).start()
+    nobody = http_tls("http://h")
+    assert isinstance(nobody, ssl.SSLContext) and nobody.verify_mode == ssl.CERT_REQUIRED and not nobody.get_ca_certs()
 
 
 def test_this_machine_has_several_names() -> None:

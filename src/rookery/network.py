@@ -37,6 +37,8 @@ PROXY_VARIABLES = {
 
 NO_PROXY_VARIABLES = ("no_proxy", "NO_PROXY")
 
+_NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
@@ -334,3 +336,11 @@ def client_tls(address: str, ca_file: str, environment: Mapping[str, str] = os.e
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.check_hostname = not is_loopback(address)
     return context
+
+
+def http_tls(address: str, ca_file: str = "") -> ssl.SSLContext | Literal[True]:
+    """:func:`client_tls` for a client of httpx, whose default reads the system's certificates also for an address
+    without TLS: that gets a context without any, which trusts nobody."""
+    if urlsplit(address).scheme == "http":
+        return _NO_CERTIFICATES
+    return client_tls(address, ca_file) or True

@@ -26,7 +26,7 @@ import httpx
 from rookery import errors
 from rookery.folders import temporary_errors
 from rookery.lines import LineSplitter
-from rookery.network import client_tls, proxy_of, service_url
+from rookery.network import http_tls, proxy_of, service_url
 from rookery.pace import TooSlow, TransferPace
 
 BUSY_TRIES, BUSY_SECONDS = 5, 2.0
@@ -154,7 +154,7 @@ class HttpConnection:
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         way = PacedTransport(
             retries=CONNECT_RETRIES,
-            verify=client_tls(self.url, self._ca_file) or True,
+            verify=http_tls(self.url, self._ca_file),
             proxy=proxy_of(self.url),
             trust_env=False,  # it would read SSL_CERT_FILE also for an address without TLS
         )

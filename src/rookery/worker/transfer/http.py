@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from rookery import protocol
 from rookery.errors import RookeryError
-from rookery.network import client_tls, proxy_of
+from rookery.network import http_tls, proxy_of
 from rookery.pace import TooSlow, TransferPace
 
 REFUSALS = {401, 403, 404, 410}
@@ -63,10 +63,12 @@ def service_client(addresses: str, timeout_seconds: float, ca_file: str = "") ->
     for ``timeout_seconds``. ``ca_file`` is as in :func:`~rookery.network.client_tls`."""
     bases = addresses.split(",")
     ways = {
-        each: httpx.AsyncHTTPTransport(verify=client_tls(each, ca_file) or True, proxy=proxy_of(each), trust_env=False)
+        each: httpx.AsyncHTTPTransport(verify=http_tls(each, ca_file), proxy=proxy_of(each), trust_env=False)
         for each in bases
     }
-    return httpx.AsyncClient(base_url=bases[0], timeout=timeout_seconds, trust_env=False, mounts=ways)
+    return httpx.AsyncClient(
+        base_url=bases[0], timeout=timeout_seconds, verify=http_tls(bases[0], ca_file), trust_env=False, mounts=ways
+    )
 
 
 def raise_for_status(method: str, url: str, status: int) -> None:

@@ -54,7 +54,7 @@ from starlette.routing import Route
 
 from rookery import protocol
 from rookery.errors import UserError, short
-from rookery.network import join_address, service_url
+from rookery.network import http_tls, join_address, service_url
 from rookery.protocol.reads import DIGEST
 from rookery.worker.transfer.cache import COMPLETE, MANIFEST, is_state, private_folder
 from rookery.worker.transfer.delta import WORTH_SHARE, write_delta
@@ -363,8 +363,9 @@ class PeerClient:
     def __init__(self, timeout_seconds: float, reads: Reads, ask: Callable[[str, str], Awaitable[list[str]]]) -> None:
         """``timeout_seconds``: how long a worker may send nothing. ``ask(hash, failed)`` asks for other sources than
         the address ``failed``, and may raise :class:`TransferFailed`."""
-        self._http = httpx.AsyncClient(timeout=timeout_seconds, trust_env=False)  # workers reach each other directly
-        self._slow = httpx.AsyncClient(timeout=DELTA_SECONDS, trust_env=False)
+        tls = http_tls("http://")  # workers reach each other directly
+        self._http = httpx.AsyncClient(timeout=timeout_seconds, verify=tls, trust_env=False)
+        self._slow = httpx.AsyncClient(timeout=DELTA_SECONDS, verify=tls, trust_env=False)
         self._reads = reads
         self._ask = ask
         self._sources: LRUCache[str, list[str]] = LRUCache(KEPT_SOURCES)

@@ -31,6 +31,7 @@ import httpx
 
 from rookery.errors import Unavailable, UserError, count_of, short
 from rookery.lines import LineSplitter
+from rookery.network import http_tls
 from rookery.settings import Settings
 from rookery.worker.engine.base import EngineLimits
 from rookery.worker.engine.sampler import SamplingKey, row_keys
@@ -90,7 +91,9 @@ class Attached:
     async def start(self) -> None:
         timeout = httpx.Timeout(self._silent_seconds, connect=CONNECT_SECONDS)
         limits = httpx.Limits(max_connections=None)
-        self._http = httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(
+            base_url=self.url, timeout=timeout, verify=http_tls(self.url), limits=limits, trust_env=False
+        )
         try:
             async with asyncio.timeout(min(CONNECT_SECONDS, self._silent_seconds)):
                 models = (await self._http.get("/v1/models")).raise_for_status().json()["data"]
