@@ -82,7 +82,7 @@ def test_the_unit_of_a_table_stands_above_it_at_any_width() -> None:
 def test_runs_have_whole_names_and_reasons_at_every_width(lengths: list[int], state: str, width: int) -> None:
     jobs = [
         {
-            "name": f"{number:02d}".ljust(length, "x"), "state": state, "step": 3, "steps": 400, "reward": 0.5,
+            "name": f"j{number:02d}".ljust(length, "x"), "state": state, "step": 3, "steps": 400, "reward": 0.5,
             "rewards": [0.1, 0.9] * 20, "tokens_per_second": 12.0, "staleness": 1.0,
             "waits_for": "engine (109 replies, 32 ahead in the queue)", "reason": "",
         }
