@@ -70,8 +70,9 @@ A job is one reinforcement-learning task that trains one or more LoRA adapters. 
 with a mistake creates nothing; all mistakes are reported at once, one line each, and an unknown field is a mistake. Durations
 are seconds, or a text with a unit: `90s`, `30m`, `1.5h`, `2d`.
 
-YAML is read by its version 1.2: `yes`, `NO`, `12:30` and `2024-01-02` are texts. In rows, an answer that would be read as a number
-or a boolean and then be written differently, such as `010`, `0.50` or `True`, must be quoted. Numbers have 64 bits, texts whole
+YAML is read by its version 1.2: `yes`, `NO`, `12:30` and `2024-01-02` are texts. A field for a number or for `true` or `false` takes
+no text, such as `"3"` or `yes`. In rows, an answer that would be read as a number or a boolean and then be written differently, such
+as `010`, `0.50` or `True`, must be quoted. Numbers have 64 bits, texts whole
 characters, and values at most 64 levels; all are checked when a file is uploaded or a job is submitted.
 
 The README has a whole job. A bold row starts a section of the job file; the rows below it are the section's fields.

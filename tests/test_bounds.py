@@ -15,12 +15,23 @@ import msgspec
 import pytest
 from fastapi.params import Header, Param
 from fastapi.routing import APIRoute, APIRouter
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 import rookery.server
 from rookery import protocol
-from rookery.bounds import METADATA, METRIC_LETTERS, METRICS, GivenModel, JsonSize, is_small, metrics_problem
+from rookery.bounds import (
+    FORMS,
+    GIVEN_NAME,
+    HASH,
+    METADATA,
+    METRIC_LETTERS,
+    METRICS,
+    GivenModel,
+    JsonSize,
+    is_small,
+    metrics_problem,
+)
 from rookery.environments.builtins import BUILTINS
 from rookery.protocol.envhost import FromHost
 from rookery.protocol.worker import FromWorker
@@ -238,17 +249,26 @@ NUMBERED = [
 
 
 @pytest.mark.parametrize("model", NUMBERED, ids=lambda model: model.__name__)
-def test_a_number_is_no_boolean_and_finite(model: type[BaseModel]) -> None:
+def test_a_number_is_no_boolean_and_no_text_and_finite_and_a_boolean_is_neither(model: type[BaseModel]) -> None:
     """Wherever one stands: in a list, a mapping, a union."""
     for name, field in model.model_fields.items():
-        wrong = [*places(field.annotation, (int, float), True)]
-        wrong += [one for text in ("nan", "-inf", math.nan) for one in places(field.annotation, (float,), text)]
+        wrong = [*places(field.annotation, (int, float), True), *places(field.annotation, (float,), math.nan)]
+        alone = field.annotation in (int, float, bool, int | None, float | None, bool | None)
+        if alone and not any(isinstance(one, BeforeValidator) for one in field.metadata):  # such as a time: "90m"
+            wrong += [*places(field.annotation, (int, float), "3"), *places(field.annotation, (bool,), "yes")]
+            wrong += [*places(field.annotation, (bool,), 1)]
         for value in wrong:
             key = field.alias or name
             with pytest.raises(ValidationError) as refused:
                 model.model_validate({key: value})
             kinds = {error["type"] for error in refused.value.errors() if error["loc"][:1] == (key,)}
-            assert kinds & {"boolean_for_number", "int_type", "finite_number", "value_error"}, (key, value, kinds)
+            assert kinds & REFUSALS, (key, value, kinds)
+
+
+REFUSALS = {
+    "boolean_for_number", "number_for_boolean", "text_for_number", "text_for_boolean", "int_type", "finite_number",
+    "value_error",
+}  # fmt: skip
 
 
 class Chosen(GivenModel):
@@ -278,7 +298,7 @@ def test_the_walk_of_numbers_reaches_every_place() -> None:
                for field in model.model_fields.values()) > 150  # fmt: skip
 
 
-@pytest.mark.parametrize(("value", "read"), [(8, 8), (8.0, 8), (1e1, 10), ("8", 8), (8.5, None), ("8.5", None)])
+@pytest.mark.parametrize(("value", "read"), [(8, 8), (8.0, 8), (1e1, 10), ("8", None), (8.5, None), ("8.5", None)])
 def test_a_whole_number_may_be_written_as_another_number(value: Any, read: int | None) -> None:
     if read is None:
         with pytest.raises(ValidationError):
@@ -286,6 +306,20 @@ def test_a_whole_number_may_be_written_as_another_number(value: Any, read: int |
         return
     asked = {"target": "a", "messages": [{"role": "user", "content": "x"}], "seed": value}
     assert SampleRequest.model_validate(asked).seed == read
+
+
+def test_every_form_of_a_text_has_words() -> None:
+    models = [field for model in SCHEMAS if issubclass(model, BaseModel) for field in model.model_fields.values()]
+    fields = [
+        param.field_info for route in ROUTES for param in (*route.dependant.query_params, *route.dependant.path_params)
+    ]
+    patterns = {
+        pattern
+        for field in [*models, *fields]
+        for one in flat(field.metadata)
+        if (pattern := getattr(one, "pattern", None))
+    }
+    assert patterns >= {GIVEN_NAME, HASH} and patterns <= FORMS.keys()
 
 
 def test_outcomes_may_be_booleans() -> None:

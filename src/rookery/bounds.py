@@ -10,6 +10,7 @@ Models of such data derive from :class:`GivenModel`: a number is a number.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -24,6 +25,22 @@ NAME, LINE, ERROR = 200, 4096, 1 << 16
 
 GIVEN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 """The form of a name that a user gives to a job, a tenant or a secret; with a bound of 100 characters."""
+
+PRINTABLE, HASH, FUNCTION, TAG = r"^[!-~]+$", r"^[0-9a-f]{64}$", r"^[a-zA-Z0-9_.-]+$", r"^\w[\w.-]*$"
+SUFFIX, EXPERIMENT = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", r"^[A-Za-z0-9/][A-Za-z0-9._/@ -]{0,199}$"
+MODEL_NAME, ORDER = r"^[a-z][a-z0-9]{0,30}$", "^(asc|desc)$"
+FORMS = {
+    GIVEN_NAME: "1 to 100 letters, digits, dots, dashes or underscores, the first one a letter or digit",
+    PRINTABLE: "one word of printable ASCII characters",
+    HASH: "64 digits and letters a to f, the SHA-256 of an upload",
+    FUNCTION: "letters, digits, dots, dashes and underscores",
+    TAG: "letters, digits, dots, dashes and underscores, the first one none of dot and dash",
+    SUFFIX: "1 to 64 letters, digits, dots, dashes or underscores, the first one a letter or digit",
+    EXPERIMENT: "1 to 200 letters, digits, spaces or characters of . _ / @ -, the first one a letter, digit or slash",
+    MODEL_NAME: "1 to 31 lower-case letters or digits, the first one a letter",
+    ORDER: "asc or desc",
+}
+"""Each form of a text in words: no error shows a regular expression."""
 
 LONGEST_TEXT = 1 << 24
 """Characters of a text that a model reads or writes. The limits of a request's bytes are lower."""
@@ -102,6 +119,15 @@ _WITHIN = ("schema", "items_schema", "keys_schema", "values_schema", "extras_sch
 """The keys of pydantic's schemas under which further schemas stand."""
 
 
+LONGEST_NUMBER = 40
+"""Characters of a text that is repeated as a number."""
+
+_WRITTEN = re.compile("([-+]?[0-9]+)([.][0-9]*)?([eE][-+]?[0-9]+)?")
+
+BOOLEANS = {"true": ("true", "yes", "on", "y", "t", "1"), "false": ("false", "no", "off", "n", "f", "0")}
+"""Words of YAML 1.1 and of variables that mean a boolean: in JSON and in YAML 1.2 they are texts."""
+
+
 def _no_boolean(value: Any) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("boolean_for_number", "Input should be a number, neither true nor false")
@@ -114,6 +140,23 @@ def _no_number(value: Any) -> Any:
     return value
 
 
+def _number(value: Any) -> Any:
+    if isinstance(value, str):
+        written = _WRITTEN.fullmatch(value) if len(value) <= LONGEST_NUMBER else None
+        point = ".0" if written and written[3] and not written[2] else ""  # without it PyYAML reads a text
+        meant = f", without quotes: {written[1]}{point}{written[2] or ''}{written[3] or ''}" if written else ""
+        raise PydanticCustomError("text_for_number", "Input should be a number{meant}", {"meant": meant})
+    return _no_boolean(value)
+
+
+def _boolean(value: Any) -> Any:
+    if isinstance(value, str):
+        meant = next((meaning for meaning, words in BOOLEANS.items() if value.lower() in words), "")
+        meant = meant and f", without quotes: {meant}"
+        raise PydanticCustomError("text_for_boolean", "Input should be true or false{meant}", {"meant": meant})
+    return _no_number(value)
+
+
 def _literal(schema: Any) -> Any:
     """A schema of given values, among which a boolean is equal to no number: ``True == 1`` in Python."""
     kinds = {isinstance(value, bool) for value in schema["expected"] if isinstance(value, int | float)}
@@ -122,38 +165,42 @@ def _literal(schema: Any) -> Any:
     return core_schema.no_info_before_validator_function(_no_number if True in kinds else _no_boolean, schema)
 
 
-def _with_numbers(schema: Any, *, in_list: bool = False) -> Any:
-    """A schema whose numbers refuse booleans. Integers in lists, such as 200,000 tokens, refuse anything else as well,
-    which takes no call for each."""
+_CHECKS = {"int": _number, "float": _number, "bool": _boolean}
+"""The checks of the numbers and booleans of a schema, by their type."""
+
+
+def _with_kinds(schema: Any, *, in_list: bool = False) -> Any:
+    """A schema whose numbers refuse booleans and texts, and whose booleans refuse numbers and texts. Integers in lists,
+    such as 200,000 tokens, refuse anything else as well, which takes no call for each."""
     if isinstance(schema, list | tuple):
-        return type(schema)(_with_numbers(one) for one in schema)
+        return type(schema)(_with_kinds(one) for one in schema)
     kind = schema.get("type") if isinstance(schema, dict) else None
     if kind == "int" and in_list:
         return {**schema, "strict": True}
-    if kind in ("int", "float"):
-        return core_schema.no_info_before_validator_function(_no_boolean, schema)
+    if kind in tuple(_CHECKS):  # that of a field called type is a schema
+        return core_schema.no_info_before_validator_function(_CHECKS[kind], schema)
     if kind == "literal":
         return _literal(schema)
     if isinstance(kind, str) and not (
-        kind == "function-before" and schema["function"]["function"] in (_no_boolean, _no_number)
+        kind == "function-before" and schema["function"]["function"] in (_no_boolean, _no_number, _number, _boolean)
     ):
         for key in _WITHIN:
             if key in schema:
-                schema[key] = _with_numbers(schema[key], in_list=kind == "list")
+                schema[key] = _with_kinds(schema[key], in_list=kind == "list")
     elif isinstance(schema, dict) and not isinstance(kind, str):  # fields or choices by name
-        return {name: _with_numbers(one) for name, one in schema.items()}
+        return {name: _with_kinds(one) for name, one in schema.items()}
     return schema
 
 
 class GivenModel(BaseModel):
-    """Base of models whose data a stranger gives. A boolean is no number, also in a list or a mapping, and neither is
-    NaN or an infinity: JSON has none, but ``"nan"`` would be read as one."""
+    """Base of models whose data a stranger gives. A boolean or a text is no number and a number or a text no boolean,
+    also in a list or a mapping; neither NaN nor an infinity is a number: JSON has none."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema: CoreSchema = _with_numbers(handler(source))
+        schema: CoreSchema = _with_kinds(handler(source))
         return schema
 
 
@@ -181,6 +228,13 @@ def check_parts(messages: Any, *fields: str) -> Any:
     if (parts := sum(map(len, lists))) > PARTS:
         raise ValueError(f"at most {PARTS} parts and calls in all messages; given {parts}")
     return messages
+
+
+def mistake(error: Any) -> str:
+    """The mistake of one of pydantic's errors, as a sentence."""
+    if error["type"] == "string_pattern_mismatch":
+        return f"String should be {FORMS[error['ctx']['pattern']]}"
+    return str(error["msg"]).removeprefix("Value error, ")
 
 
 def is_small(value: Any, most: int) -> bool:

@@ -221,7 +221,7 @@ def test_memory_whose_parts_fit_is_taken(memory: dict[str, int]) -> None:
         ({"decode": [[1, "0.1"]]}, 'machines.0.decode.0.1: given "0.1", allowed: a number, without quotes'),
         ({"decode": [[1]]}, "machines.0.decode.0.1: missing"),
         ({"decode": []}, "machines.0.decode: given [], allowed: have at least 1 item"),
-        ({"preemptible": "no"}, 'machines.0.preemptible: given "no", allowed: a valid boolean'),
+        ({"preemptible": "no"}, 'machines.0.preemptible: given "no", allowed: true or false, without quotes'),
         ({"price": 1e-320}, "machines.0.price: given 1e-320, allowed: greater than or equal to"),
         ({"decode": [[1, 1e-320]]}, "machines.0.decode.0.1: given 1e-320, allowed: greater than or equal to"),
         ({"a\nb": 1}, "machines.0.a\\nb: unknown field; allowed: "),

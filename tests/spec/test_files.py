@@ -96,7 +96,7 @@ base_model: m
 environment: &e {id: jsonl, dataset: a, verifier: {name: number, tolerance: 1e-3}, max_turns: 0x10}
 policies: {main: {alpha: .5, optimizer: {lr: 2e-4, eps: 1E-8, beta2: +0.9}}}
 algorithm: {kl_weight: 5., loss: {name: aipo, rho: 4}}
-shuffle: no
+shuffle: FALSE
 seed: 0o17
 stop: {wall_time: 90m}
 """

@@ -50,11 +50,22 @@ REFUSED: list[tuple[Any, str]] = [
         "top_p: top_p is not supported: a trainer cannot reproduce it exactly; use sampling.temperature",
     ),
     (job_of(temperature=0.9), "temperature: unknown field; did you mean sampling.temperature?"),
-    (job_of(name="-bad"), 'name: given "-bad", allowed: match pattern'),
+    (job_of(name="-bad"), 'name: given "-bad", allowed: 1 to 100 letters, digits, dots, dashes or underscores, the'),
     (job_of(base_model=""), 'base_model: given "", allowed: have at least 1 character'),
     (job_of(seed=-1), "seed: given -1, allowed: greater than or equal to 0"),
     (job_of(seed=True), "seed: given true, allowed: a number, neither true nor false"),
-    (job_of(shuffle=3), "shuffle: given 3, allowed: a valid boolean"),
+    (job_of(shuffle=3), "shuffle: given 3, allowed: true or false, not a number"),
+    (job_of(shuffle=1), "shuffle: given 1, allowed: true or false, not a number"),
+    (job_of(shuffle="yes"), 'shuffle: given "yes", allowed: true or false, without quotes: true'),
+    (main(train="off"), 'policies.main.train: given "off", allowed: true or false, without quotes: false'),
+    (main(train="never"), 'policies.main.train: given "never", allowed: true or false'),
+    (job_of(seed="3"), 'seed: given "3", allowed: a number, without quotes: 3'),
+    (job_of(seed="many"), 'seed: given "many", allowed: a number'),
+    (
+        main(optimizer={"lr": "2e-4"}),
+        'policies.main.optimizer.lr: given "2e-4", allowed: a number, without quotes: 2.0e-4',
+    ),
+    (job_of(stop__reward="1"), 'stop.reward: given "1", allowed: a number, without quotes: 1'),
     (job_of(algorithm="grpo"), 'algorithm: given "grpo", allowed: a mapping of fields'),
     (
         job_of(algorithm__name="ppo"),
@@ -128,7 +139,10 @@ REFUSED: list[tuple[Any, str]] = [
     (main(warm_start={"job": "x", "peft": "y"}), "policies.main.warm_start: exactly one of job, peft and upload"),
     (main(warm_start={"upload": "0" * 64, "version": 3}), "policies.main.warm_start.version: given 3, allowed: with"),
     (main(warm_start={"peft": "x", "policy": "b\n"}), 'policies.main.warm_start.policy: given "b\\n", allowed: with'),
-    (main(warm_start={"upload": "y"}), 'policies.main.warm_start.upload: given "y", allowed: match pattern'),
+    (
+        main(warm_start={"upload": "y"}),
+        'policies.main.warm_start.upload: given "y", allowed: 64 digits and letters a to f',
+    ),
     (
         job_of(policies={"a": {"algorithm": {"loss": "cross_entropy"}}}, algorithm__kl_weight=0.1),
         "policies.a.algorithm: kl_weight: ",
@@ -205,7 +219,7 @@ name: json-adder
 base_model: smollm2-135m-instruct
 environment: {id: jsonl, dataset: abc, verifier: exact, strict: true, step_timeout: 90s}
 policies:
-  main: {rank: 8, targets: attention, optimizer: {lr: 3e-4, schedule: {name: uba, phi: 2, warmup_steps: 3}}}
+  main: {rank: 8, targets: attention, optimizer: {lr: 3.0e-4, schedule: {name: uba, phi: 2, warmup_steps: 3}}}
 algorithm: {name: rloo, group_size: 4, max_staleness: 2, loss: {name: ppo, clip_high_threshold: 1.3}}
 sampling: {temperature: 1, max_tokens: 24, stop: ["."]}
 evaluation: {every: 5, prompts: 64}

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from rookery.bounds import GIVEN_NAME, NAME
+from rookery.bounds import FORMS, GIVEN_NAME, NAME
 from rookery.children import child_variables, interpreter
 from rookery.cli.options import JsonOption, check_child, last_line, number_option, path_option
 from rookery.cli.output import print_json, show
@@ -148,7 +148,7 @@ def profile(
     """Measure this machine in under two minutes: its entry of a fleet file."""
     named = name or socket.gethostname().split(".")[0]
     if re.fullmatch(GIVEN_NAME, named) is None:
-        raise UserError(f"--name: given {short(repr(named))}, allowed: 1 to 100 letters, digits, dot, dash, underscore")
+        raise UserError(f"--name: given {short(repr(named))}, allowed: {FORMS[GIVEN_NAME]}")
     model = canonical(model)
     options = {"price": price, "site": site, "download": bandwidth, "upload": bandwidth, "latency": latency}
     given = {"name": named, "model": model} | {field: value for field, value in options.items() if value is not None}

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from rookery.bounds import GivenModel, Integer, Text
+from rookery.bounds import MODEL_NAME, GivenModel, Integer, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
 from rookery.environments.verifiers.parts import spoken
 from rookery.environments.verifiers.verifiers import Number
@@ -43,7 +43,7 @@ _TOOL = re.compile(r"\b(?:call_\w*|select_response)\s*\(")
 _ANSWER = Number.model_validate({"where": "only"})
 
 Share = Annotated[float, Field(ge=0, le=1)]
-ModelName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]{0,30}$", max_length=31)]
+ModelName = Annotated[str, Field(pattern=MODEL_NAME, max_length=31)]
 
 
 class SimulatedModel(GivenModel):

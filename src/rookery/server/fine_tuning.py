@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from rookery.bounds import GivenModel, Line, SmallJson
+from rookery.bounds import SUFFIX, GivenModel, Line, SmallJson, mistake
 from rookery.controller.views import NUMBER, JobView, VersionView
 from rookery.environments.verifiers.graders import (
     GRADER_TYPES,
@@ -132,7 +132,7 @@ class JobCreate(_Arguments):
     method: Method | None = None
     hyperparameters: Hyperparameters | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    suffix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", max_length=64)] | None = None
+    suffix: Annotated[str, Field(pattern=SUFFIX, max_length=64)] | None = None
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
         None, max_length=16
     )
@@ -173,7 +173,7 @@ def read_grader(given: Any, where: str) -> Any:
         held = {"grader": given}
         first = first_problem(error.errors(include_url=False), held)
         path = ".".join([where, *named_steps(first["loc"], held, first["type"])[1:]])
-        raise UnsupportedField(f"{path}: {first['msg'].removeprefix('Value error, ')}", path) from None
+        raise UnsupportedField(f"{path}: {mistake(first)}", path) from None
     except ValueError as error:
         raise UnsupportedField(f"{where}: {error}", where) from None
 

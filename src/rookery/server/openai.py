@@ -16,6 +16,7 @@ from rookery import protocol
 from rookery.bounds import (
     CONVERSATION,
     ENTRIES,
+    FUNCTION,
     INTEGER,
     LONGEST_TEXT,
     PROMPTS,
@@ -360,7 +361,7 @@ Parameters = Annotated[SmallObject, AfterValidator(_of_an_object)]
 
 
 class FunctionDefinition(OpenAIModel):
-    name: Name = Field(pattern=r"^[a-zA-Z0-9_.-]+$")
+    name: Name = Field(pattern=FUNCTION)
     description: Text | None = None
     parameters: Parameters | None = None
     strict: bool | None = None

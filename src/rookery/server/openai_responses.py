@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from rookery.bounds import CONVERSATION, INTEGER, TOOLS, Line, Name, Text, check_parts
+from rookery.bounds import CONVERSATION, INTEGER, TOOLS, Line, Name, Text, check_parts, mistake
 from rookery.errors import short
 from rookery.server.auth import ServiceContext
 from rookery.server.completion_formats import Choice, reply_bytes, token_entries
@@ -191,7 +191,7 @@ class ResponsesRequest(OpenAIModel):
         except ValidationError as error:
             first = first_problem(error.errors(), plain)
             where = ".".join(named_steps(first["loc"], plain, first["type"]))
-            raise UnsupportedField(f"{where}: {short(first['msg'])}", where) from None
+            raise UnsupportedField(f"{where}: {short(mistake(first))}", where) from None
 
     @contextmanager
     def renamed(self) -> Iterator[None]:

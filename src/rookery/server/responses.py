@@ -25,6 +25,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.aio import Portions
+from rookery.bounds import mistake
 from rookery.errors import Conflict, RookeryError, TooManyRequests, Unavailable, UserError, nearest, short, shortage
 from rookery.network import service_url
 from rookery.storage.store import Writer
@@ -321,7 +322,7 @@ def problem(detail: Any, request: Request, body: Any) -> tuple[str, str]:
         return short(where[0]), "unknown parameter; " + (nearest(where[0], known) or allowed)
     if detail["type"] == "extra_forbidden" and (known := _body_fields(request)) and len(where) == 1:
         return where[0], "unknown field; " + (nearest(where[0], known) or f"allowed: {', '.join(known)}")
-    return ".".join(where), str(detail["msg"]).removeprefix("Value error, ")
+    return ".".join(where), mistake(detail)
 
 
 def _body_fields(request: Request) -> list[str]:

@@ -11,7 +11,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
-from rookery.bounds import CONVERSATION, GIVEN_NAME, METRICS, STOP_TEXTS, GivenModel, Line, Name, StopText, Text
+from rookery.bounds import (
+    CONVERSATION,
+    GIVEN_NAME,
+    METRICS,
+    PRINTABLE,
+    STOP_TEXTS,
+    GivenModel,
+    Line,
+    Name,
+    StopText,
+    Text,
+)
 from rookery.controller.views import CostView, RunView
 from rookery.errors import count_of
 from rookery.protocol import MOST_POLICIES
@@ -246,7 +257,7 @@ class UploadView(BaseModel):
 
 class SecretText(RequestModel):
     value: str = Field(
-        min_length=1, max_length=4096, pattern=r"^[!-~]+$", repr=False, description="One word of printable ASCII"
+        min_length=1, max_length=4096, pattern=PRINTABLE, repr=False, description="One word of printable ASCII"
     )
 
 

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 from rookery.bounds import GIVEN_NAME, INTEGER, Line, Name
 from rookery.errors import UserError, count_of
 from rookery.spec.files import read_mapping
-from rookery.spec.machine import Count, FrozenModel, Machine, Positive, Time, Whole, Workload
+from rookery.spec.machine import Count, FrozenModel, Machine, Positive, Time, Workload
 from rookery.spec.parsing import known_fields, problem_line
 
 QUANTILES = 64
@@ -38,10 +38,10 @@ class FleetMachine(Machine):
     """Of the kind; the machines are called NAME-0, NAME-1, …"""
     model: Line = ""
     """The base model with which it was measured; empty where the file does not say it."""
-    count: Whole = Field(1, ge=1, le=MAX_MACHINES)
+    count: int = Field(1, ge=1, le=MAX_MACHINES)
     site: Name = ""
     """Where they are; machines of one site share a network."""
-    preemptible: bool = Field(False, strict=True)
+    preemptible: bool = False
     """They may vanish: such a machine generates and never trains."""
 
 
@@ -102,17 +102,17 @@ class JobDemand(Workload):
 
     name: Name
     """Of the job; of a job that trains several policies, JOB/POLICY."""
-    turns: Whole = Field(1, ge=1, le=1000)
+    turns: int = Field(1, ge=1, le=1000)
     """Policies that reply in an episode, each once; all replies are as long as those of this policy."""
-    policies: Whole = Field(1, ge=1, le=1000)
+    policies: int = Field(1, ge=1, le=1000)
     """How many of them train. Each generates its share of the replies, and trains on whole episodes."""
     environment: Time = 0.0
-    staleness: Whole = Field(0, ge=0, le=64)
-    micro_batch: Whole = Field(0, ge=0, le=INTEGER)
+    staleness: int = Field(0, ge=0, le=64)
+    micro_batch: int = Field(0, ge=0, le=INTEGER)
     """Episodes with which training begins; 0: with all of the step's."""
-    trainers: Whole = Field(1, ge=1, le=64)
+    trainers: int = Field(1, ge=1, le=64)
     """Most workers that compute one gradient together."""
-    rank: Whole = Field(PROFILED_RANK, ge=1, le=1 << 16)
+    rank: int = Field(PROFILED_RANK, ge=1, le=1 << 16)
     """Of its adapter."""
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from rookery.bounds import GIVEN_NAME, INTEGER, NAME, Line, Name
+from rookery.bounds import EXPERIMENT, GIVEN_NAME, INTEGER, NAME, Line, Name, mistake
 from rookery.errors import short
 from rookery.spec import values
 from rookery.spec.policy import (
@@ -202,7 +202,7 @@ class SinkSpec(StrictModel):
     secret that is replaced or deleted is used no more."""
     server: Name | None = None
     """A server that the administrator named in `ROOKERY_SINKS`, with its credentials."""
-    experiment: str = Field("rookery", pattern=r"^[A-Za-z0-9/][A-Za-z0-9._/@ -]{0,199}$", max_length=200)
+    experiment: str = Field("rookery", pattern=EXPERIMENT, max_length=200)
     """The experiment (MLflow) or project (trackio, Weights & Biases) in which the job is a run; it is created where it
     does not exist."""
     entity: Name | None = None
@@ -295,7 +295,7 @@ class JobSpec(StrictModel):
             try:
                 AlgorithmSpec.model_validate(mine.algorithm.model_dump())
             except ValidationError as error:
-                problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+                problem = mistake(error.errors()[0])
                 raise ValueError(f"policies.{name}.algorithm: {problem}") from None
             episodes = mine.algorithm.group_size * mine.algorithm.groups_per_step
             if mine.algorithm.micro_batch > episodes:

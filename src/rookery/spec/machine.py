@@ -6,31 +6,23 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+
+from rookery.bounds import GivenModel
 
 MOST, LEAST = 1e18, 1e-18
 """Of any time, price, size or rate that is not 0: their sums, products and quotients are numbers still."""
 
-
-def _number(value: Any) -> Any:
-    """A text or a boolean is a mistake where a number is meant, also one that could be read as a number."""
-    if isinstance(value, str | bool):
-        raise ValueError("a number, without quotes" if isinstance(value, str) else "a number")
-    return value
+Positive = Annotated[float, Field(ge=LEAST, le=MOST)]
+Time = Annotated[float, Field(ge=0, le=MOST)]
+Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
+Count = Annotated[int, Field(ge=1, le=1 << 40)]
 
 
-Number = Annotated[float, BeforeValidator(_number)]
-Whole = Annotated[int, BeforeValidator(_number)]
-Positive = Annotated[Number, Field(ge=LEAST, le=MOST)]
-Time = Annotated[Number, Field(ge=0, le=MOST)]
-Bytes = Annotated[Whole, Field(ge=0, le=1 << 60)]
-Count = Annotated[Whole, Field(ge=1, le=1 << 40)]
-
-
-class FrozenModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class FrozenModel(GivenModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class MachineMemory(FrozenModel):
@@ -131,13 +123,13 @@ class Machine(FrozenModel):
 class Workload(FrozenModel):
     """The work of one optimizer step of a job, with the bounds of a job's fields."""
 
-    group_size: Whole = Field(ge=2, le=1024)
-    groups_per_step: Whole = Field(ge=1, le=4096)
-    max_tokens: Whole = Field(ge=1, le=131072)
+    group_size: int = Field(ge=2, le=1024)
+    groups_per_step: int = Field(ge=1, le=4096)
+    max_tokens: int = Field(ge=1, le=131072)
     """Of a reply; longer ones are cut."""
     median_tokens: Positive
     """Of a reply, whose length is log-normal."""
-    sigma: Number = Field(ge=0, le=3)
+    sigma: float = Field(ge=0, le=3)
     """The standard deviation of the logarithm of that length."""
     prompt_tokens: Count
     environment: Time

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from rookery.bounds import mistake
 from rookery.errors import UserError, count_of, nearest, short, single_line
 from rookery.spec import values
 from rookery.spec.job import JobSpec
@@ -81,7 +82,7 @@ def _problem(error: ErrorDetails, path: str, known: Sequence[str], hint: str) ->
         return f"{path}: unknown field; {hint}"
     if error["type"] == "missing":
         return f"{path}: missing" + (f"; such as {EXAMPLES[path]}" if path in EXAMPLES else "")
-    message = error["msg"].removeprefix("Value error, ")
+    message = mistake(error)
     message = re.sub(r"^(Input|String|List|Dictionary) should (be )?", "", message)
     message = re.sub(r"[0-9]{21,}", lambda digits: f"{float(digits[0]):g}", message)  # a bound such as float32's
     message = re.sub(r" after validation, not \w+$", "", message)  # of a list or a mapping with too many items

@@ -8,7 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from rookery.bounds import FLOAT32, FLOAT32_LEAST, INTEGER, STOP_TEXTS, GivenModel, Line, Name, SmallJson, StopText
+from rookery.bounds import (
+    FLOAT32,
+    FLOAT32_LEAST,
+    HASH,
+    INTEGER,
+    STOP_TEXTS,
+    GivenModel,
+    Line,
+    Name,
+    SmallJson,
+    StopText,
+)
 from rookery.errors import short
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -285,7 +296,7 @@ class WarmStart(StrictModel):
     peft: Line | None = None
     """A PEFT folder on your machine. The Python client and `rookery run` upload it and put `upload` in its place; over
     plain HTTP it is refused."""
-    upload: str | None = Field(None, pattern=r"^[0-9a-f]{64}$", max_length=64)
+    upload: str | None = Field(None, pattern=HASH, max_length=64)
     """The hash that `POST /api/v1/adapters` answered."""
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict, Field
 
-from rookery.bounds import GivenModel, Name
+from rookery.bounds import TAG, GivenModel, Name
 
 THINKING, THINKING_END = "<think>", "</think>"
 """The tags around the thinking of most models that think."""
@@ -29,7 +29,7 @@ class ReplyPart(GivenModel):
     """Only the text after the last place of this marker is judged, such as `</think>`; a reply without it is wrong.
     When absent, thinking inside `<think>…</think>` is not judged either, and a reply that does not end its `<think>` is
     wrong; only `regex` sees the whole reply."""
-    tag: Name | None = Field(None, pattern=r"^\w[\w.-]*$")
+    tag: Name | None = Field(None, pattern=TAG)
     """Only the text inside the last `<tag>…</tag>` is judged; a reply without it is wrong. With `after`, the tag counts
     after the marker."""
 

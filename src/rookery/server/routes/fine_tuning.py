@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
+from rookery.bounds import ORDER
 from rookery.controller.targets import Target
 from rookery.controller.uploads import DATASET
 from rookery.controller.views import JobView
@@ -153,7 +154,7 @@ async def list_files(
     owner: Owner,
     after: After = "",
     limit: FileLimit = FILES_LISTED,
-    order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
+    order: Annotated[str, Query(pattern=ORDER)] = "desc",
     purpose: Annotated[str, Query(max_length=100)] = PURPOSE,
 ) -> Response:
     """The tenant's files; inline rows of jobs are among them."""

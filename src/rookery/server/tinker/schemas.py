@@ -29,6 +29,7 @@ from rookery.bounds import (
     SmallJson,
     StopText,
     Token,
+    mistake,
 )
 from rookery.controller.sessions.operations import (
     AnyOperation,
@@ -109,7 +110,7 @@ def mistake_of(error: ValidationError, given: Any) -> str:
     first = first_problem(error.errors(), given)
     field = ".".join(named_steps(first["loc"], given, first["type"])) or "body"
     unknown = first["type"] == "extra_forbidden"
-    problem = "is not supported by this server" if unknown else first["msg"].removeprefix("Value error, ")
+    problem = "is not supported by this server" if unknown else mistake(first)
     if field.endswith("record_stability_info"):
         problem += "; only stable_reinforce, which is not published, uses it: train with ppo, cispo or gspo"
     return f"{field}: {problem}"
