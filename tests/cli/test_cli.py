@@ -442,8 +442,10 @@ def test_workers_are_listed(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert call("workers") == 0
     assert "serving" in capsys.readouterr().out
     assert call("workers", "--json") == 0
-    (row,) = json.loads(capsys.readouterr().out)
+    shown = json.loads(capsys.readouterr().out)
+    (row,), (pool,) = shown["workers"], shown["pools"]
     assert (row["state"], row["kind"], row["price"]) == ("serving", "reserved", 0)
+    assert (pool["model"], pool["workers"]) == (row["model"], 1) and {"wanted", "least", "most"} <= pool.keys()
 
 
 def test_models_and_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,13 +169,14 @@ def workers(cli: Cli) -> None:
     """The workers that have connected, in any state, and how many rollout workers the load of the asynchronous jobs
     wants. Needs the administrator's key."""
     with cli.client() as client:
-        rows = client.workers()
-        pools = [] if cli.json else client.pools()
-    cli.show_rows(
-        rows,
-        lambda: Group(worker_table(rows), "", memory_table(rows), *([""] if pools else []), *map(_pool_line, pools)),
-        "no worker has connected; rookery worker --connect URL starts one",
-    )
+        rows, pools = client.workers(), client.pools()
+    if cli.json:
+        print_json({"workers": rows, "pools": pools})
+    elif not rows:
+        show("no worker has connected; rookery worker --connect URL starts one")
+    else:
+        lines = ["", *map(_pool_line, pools)] if pools else []
+        show(Group(worker_table(rows), "", memory_table(rows), *lines))
 
 
 def _pool_line(pool: Record) -> str:
