@@ -7,10 +7,13 @@ import io
 import itertools
 import json
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -701,6 +704,40 @@ def until(process: subprocess.Popen[str], stream: str, *texts: str) -> None:
         if any(text in line for text in texts):
             return
     pytest.fail(f"the output has no line with {texts!r}: {said}")
+
+
+def at_a_terminal(folder: Path, *arguments: object) -> tuple[subprocess.Popen[bytes], int, int]:
+    """A command at a terminal of 40 columns, with both ends of it."""
+    parent, child = pty.openpty()
+    termios.tcsetwinsize(child, (24, 40))
+    command = [sys.executable, "-m", "rookery.cli", *map(str, arguments)]
+    environment = {**os.environ, "TERM": "xterm"}
+    return (
+        subprocess.Popen(command, stdin=child, stdout=child, stderr=child, cwd=folder, env=environment),
+        parent,
+        child,
+    )
+
+
+@pytest.mark.parametrize("arguments", [("jobs", "logs", "-f", "watched"), ("top",)], ids=" ".join)
+def test_a_command_that_is_ended_leaves_its_terminal_as_it_was(here: Path, arguments: tuple[str, ...]) -> None:
+    assert call("run", written(here, job(name="watched", environment={"hosted": "nobody"})), "--detach") == 0
+    process, parent, child = at_a_terminal(here, *arguments)
+    before, shown = termios.tcgetattr(child), b""
+    while b"watched" not in shown:
+        shown += os.read(parent, 65536)
+    process.send_signal(signal.SIGTERM)
+    reader = threading.Thread(target=process.wait)
+    reader.start()
+    while select.select([parent], [], [], 0.2)[0] or reader.is_alive():
+        if select.select([parent], [], [], 0)[0]:
+            shown += os.read(parent, 65536)
+    assert process.returncode == 130 and b"Traceback" not in shown
+    for begun, over in ((b"\x1b[?25l", b"\x1b[?25h"), (b"\x1b[?1049h", b"\x1b[?1049l")):  # cursor, whole screen
+        assert shown.rfind(begun) <= shown.rfind(over)
+    assert termios.tcgetattr(child) == before
+    os.close(parent)
+    os.close(child)
 
 
 @pytest.mark.heavy

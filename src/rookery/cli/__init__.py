@@ -27,7 +27,7 @@ from rookery.cli import (
     top,
     trace,
 )
-from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
+from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, ended_like_ctrl_c
 from rookery.cli.output import OutputLost, flush_output, prepare_streams, show
 from rookery.errors import NO_ROOM, RookeryError, TooManyRequests
 from rookery.settings import trim_variables
@@ -104,7 +104,8 @@ def main(arguments: list[str] | None = None) -> None:
     debug = DEBUG in given
     try:
         try:
-            app([argument for argument in given if argument != DEBUG], prog_name="rookery")
+            with ended_like_ctrl_c():
+                app([argument for argument in given if argument != DEBUG], prog_name="rookery")
         finally:
             flush_output()
     except RookeryError as error:

@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rookery.cli.options import COMPLETED, FAILED, INTERRUPTED, ended_like_ctrl_c, path_option
+from rookery.cli.options import COMPLETED, FAILED, INTERRUPTED, path_option
 from rookery.cli.output import console, is_terminal
 from rookery.client import Client, Job, Record
 from rookery.environments.base import Environment
@@ -129,7 +129,7 @@ def run_tasks(tasks: Sequence[Task], folder: Path | None = None, port: int = 0, 
     start = time.monotonic()
     settings = Settings.alone(data=folder / "service", port=port, models=MODEL)
     try:
-        with ended_like_ctrl_c(), ExitStack() as stack:
+        with ExitStack() as stack:
             service = stack.enter_context(EmbeddedService(settings))
             out.print(f"The service is up at {service.url}; its data: {settings.data}", markup=False, highlight=False)
             admin = stack.enter_context(Client(service.url, service.key))

@@ -31,7 +31,9 @@ REFUSED = 2
 CANCELLED = 3
 INTERRUPTED = 130
 
-EXIT_CODES = "Exit codes: 0 completed, 1 failed, 2 refused or used wrongly, 3 cancelled, 130 interrupted."
+EXIT_CODES = (
+    "Exit codes: 0 completed, 1 failed, 2 refused or used wrongly, 3 cancelled, 130 interrupted by Ctrl-C or SIGTERM."
+)
 
 ENDINGS = {"completed": COMPLETED, "failed": FAILED, "cancelled": CANCELLED, "paused": FAILED}
 """Exit codes by the state of a job."""

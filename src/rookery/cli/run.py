@@ -19,16 +19,7 @@ import typer
 import yaml
 
 from rookery.cli.follow import Follower, pause_line
-from rookery.cli.options import (
-    COMPLETED,
-    ENDINGS,
-    INTERRUPTED,
-    Cli,
-    ended_like_ctrl_c,
-    path_argument,
-    path_option,
-    with_options,
-)
+from rookery.cli.options import COMPLETED, ENDINGS, INTERRUPTED, Cli, path_argument, path_option, with_options
 from rookery.cli.output import print_json, show
 from rookery.client import Client, Job, Record
 from rookery.client.job import ENDED
@@ -69,25 +60,20 @@ def run(
         typer.echo(note, err=True)
     spec = parse_job(raw)
     folder = job_file.parent
-    with ended_like_ctrl_c():
-        client = _running_service(cli.settings)
-        if client is not None:
-            if new:
-                raise UserError(
-                    "--new is for a run without a service; here, rookery jobs cancel JOB ends the other one"
-                )
-            with client:
-                code = (
-                    _plan(cli, client, raw, folder) if dry_run else _submit(cli, client, raw, folder, detach, adapter)
-                )
-        elif detach:
-            address = cli.settings.base_url
-            raise Unavailable(f"--detach needs a service, and none answers at {address}: rookery serve")
-        elif dry_run:
-            with temporary_folder() as data, _embedded(Path(data), "") as own:
-                code = _plan(cli, own, raw, folder)
-        else:
-            code = _run_alone(cli, raw, spec, folder, adapter, new)
+    client = _running_service(cli.settings)
+    if client is not None:
+        if new:
+            raise UserError("--new is for a run without a service; here, rookery jobs cancel JOB ends the other one")
+        with client:
+            code = _plan(cli, client, raw, folder) if dry_run else _submit(cli, client, raw, folder, detach, adapter)
+    elif detach:
+        address = cli.settings.base_url
+        raise Unavailable(f"--detach needs a service, and none answers at {address}: rookery serve")
+    elif dry_run:
+        with temporary_folder() as data, _embedded(Path(data), "") as own:
+            code = _plan(cli, own, raw, folder)
+    else:
+        code = _run_alone(cli, raw, spec, folder, adapter, new)
     raise typer.Exit(code)
 
 
