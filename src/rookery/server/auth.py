@@ -41,7 +41,7 @@ from rookery.server.grader_trials import GraderTrials
 from rookery.server.readiness import Readiness
 from rookery.server.response_room import LARGE_BYTES, SMALL_BYTES, ResponseRoom
 from rookery.server.schema_checks import SchemaChecks
-from rookery.server.signin import SignIns
+from rookery.server.signin import HEADER, SignIns
 from rookery.storage.data_dir import hash_key
 from rookery.storage.db import Database
 from rookery.storage.models import KeyRole, KeyRow
@@ -318,6 +318,8 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
         ends = min(ends, math.inf if row.expires is None else row.expires)
         caller = await admit(service, connection, Caller(row.tenant, row.role, key, ends))
     if caller is None:
+        if HEADER in connection.headers:
+            raise Unauthorized("this browser is signed in no more; sign in again with an API key")
         raise Unauthorized("no API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
     if caller.role not in roles:
         if roles == ("admin",):

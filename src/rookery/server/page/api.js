@@ -33,8 +33,9 @@ export async function call(method, path, body, { headers = {}, signal, onPage } 
     throw new ApiError(response.status, `the service answered ${response.status} without data`);
   }
   if (!response.ok) {
-    if (response.status === 401) window.dispatchEvent(new Event("signed-out"));
-    throw new ApiError(response.status, data.error?.message ?? data.error ?? String(response.status), data.problems);
+    const problem = new ApiError(response.status, data.error?.message ?? data.error ?? String(response.status), data.problems);
+    if (response.status === 401) dispatchEvent(new CustomEvent("signed-out", { detail: problem }));
+    throw problem;
   }
   onPage?.(response.headers.get("X-Next-Page"));
   return data;

@@ -109,7 +109,7 @@ function App() {
       } else await load();
     };
     begin();
-    const out = () => setAccount(null);
+    const out = ({ detail }) => setAccount((before) => { if (before) setError(detail); return null; }); // who was signed in reads why that ended
     addEventListener("signed-out", out);
     document.addEventListener("visibilitychange", again);
     return () => { removeEventListener("signed-out", out); document.removeEventListener("visibilitychange", again); };

@@ -50,7 +50,7 @@ export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom
       axes: [{ ...axis, size: 32, incrs: STEPS_APART }, { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => String(Number(tick.toPrecision(6))).replace(/^(-?\d+)000$/, "$1k")) }],
       series: [{}, ...lines.map((line, place) => ({
         label: line.label, stroke: color(`--c${place % 6}`), width: line.dashed ? 1.3 : 2, spanGaps: true,
-        dash: line.dashed ? [6, 5] : undefined, points: { show: line.dots ?? ((u, place) => u.data[place].filter(isNumber).length < 3), size: line.dots ? 8 : 5 }, paths: line.dots ? () => null : undefined,
+        dash: line.dashed ? [6, 5] : undefined, points: { fill: color(`--c${place % 6}`), show: line.dots ?? ((u, place) => u.data[place].filter(isNumber).length < 3), size: line.dots ? 8 : 5 }, paths: line.dots ? () => null : undefined,
       }))],
       hooks: {
         setCursor: [(u) => setAt(u.cursor.idx ?? null)],

@@ -1,7 +1,7 @@
 // The episode reader: the conversation turn by turn, what each turn earned, and the strip of its tokens.
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { jobPath, useData } from "./api.js";
-import { counted, duration, isNumber, number, reward, route } from "./format.js";
+import { count, counted, duration, isNumber, number, reward, route } from "./format.js";
 import { REFRESH, ofPolicy, prompts, Reply, trainedInto } from "./groups.js";
 import { colored } from "./jobform.js";
 import { Badge, Empty, Facts, Loading, Problem, html, signed } from "./parts.js";
@@ -65,7 +65,7 @@ export function TokenStrip({ trajectory, title, trained, ended, policies = [] })
   const hint = html`<span class="mouse">Point at a token for its numbers, or use the arrow keys.</span><span class="touch">Touch a token for its numbers.</span> ${sampled.length === 0 ? "" : by === "logprob" ? "The stronger the color, the less likely." : by === "gap" ? "Orange: the trainer finds it likelier; blue: less likely." : by === "policy" ? html`A color for each policy: ${policies.map((name, place) => html` <i class=${`swatch s${place % 6}`}></i>${name}`)}` : "A color for each version."}`;
   const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
   return html`<section class="panel strip"><div class="bar"><h2 class="sub">${title}</h2>
-      <span class="muted small">${sampled.length === 0 ? "read, not trained on" : html`${sampled.length} sampled${versions.length > 1 ? ` by versions ${versions.join(", ")}` : versions.length ? ` by version ${versions[0]}` : ""}, mean log-probability ${number(mean(sampled.map((token) => token.logprob)))} nats${gaps.length ? `, largest gap ${number(gaps.reduce((most, gap) => Math.max(most, Math.abs(gap)), 0), 4)} nats` : trained ? (policies.length > 1 ? ", those of the trainer are not kept with several policies" : ", the trainer computed no gradient of them") : ended ? ", not trained on" : ", not trained on yet"}`}</span>
+      <span class="muted small">${sampled.length === 0 ? "read, not trained on" : html`${count(sampled.length)} sampled${versions.length > 1 ? ` by versions ${versions.join(", ")}` : versions.length ? ` by version ${versions[0]}` : ""}, mean log-probability ${number(mean(sampled.map((token) => token.logprob)))} nats${gaps.length ? `, largest gap ${number(gaps.reduce((most, gap) => Math.max(most, Math.abs(gap)), 0), 4)} nats` : trained ? (policies.length > 1 ? ", those of the trainer are not kept with several policies" : ", the trainer computed no gradient of them") : ended ? ", not trained on" : ", not trained on yet"}`}</span>
       <span class="right">${choices.length > 1 && sampled.length > 0 && choices.map(([name, label]) => html`<button key=${name} class="small" aria-pressed=${by === name} onClick=${() => setBy(name)}>${label}</button>`)}</span></div>
     <${Walk} spans=${spans} count=${tokens.length} first=${tokens.length - sampled.length} about=${about} hint=${hint} scrollTo=${trajectory} /></section>`;
 }

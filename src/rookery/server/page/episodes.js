@@ -1,7 +1,7 @@
 // Episodes of a run: search over their texts, and those that failed.
 import { useEffect, useState } from "preact/hooks";
 import { get, jobPath, useData } from "./api.js";
-import { ago, number, route } from "./format.js";
+import { ago, count, number, route } from "./format.js";
 import { Answer, prompts } from "./groups.js";
 import { colored } from "./jobform.js";
 import { Empty, Loading, Problem, html } from "./parts.js";
@@ -38,7 +38,7 @@ export function Episodes({ job, view, query }) {
       <label>to <input type="number" step="any" class="short" value=${query.max_reward ?? ""} onChange=${(event) => go({ max_reward: event.target.value })} /></label>
     </form>
     ${data ? html`<${Problem} error=${error ?? problem} />` : html`<${Loading} error=${error} />`}
-    ${failures?.length > 0 && html`<div class="panel"><h2 class="sub">Why episodes failed</h2><table><tbody>${failures.map((one) => html`<tr><td class="number">${one.episodes}×</td><td class="wrap"><code>${one.error}</code></td></tr>`)}</tbody></table></div>`}
+    ${failures?.length > 0 && html`<div class="panel"><h2 class="sub">Why episodes failed</h2><table><tbody>${failures.map((one) => html`<tr><td class="number">${count(one.episodes)}×</td><td class="wrap"><code>${one.error}</code></td></tr>`)}</tbody></table></div>`}
     ${data && !last.next && shown.length === 0 && html`<${Empty}>${filters.length ? "No episode is like that." : "No episode yet."}<//>`}
     ${shown.map((one) => html`<section key=${one.episode} class="found"><p class="small muted"><a href=${route(["run", job, "group", one.group])}>group ${one.ordinal}</a>${one.consumed_by !== null ? `, trained into version ${one.consumed_by}` : ""}, ${ago(one.finished)} ago: <span class="prompt">${shorten(prompts(one.prompt), 200)}</span></p>
       <${Answer} job=${job} one=${one} policies=${colored(view.spec)} /></section>`)}

@@ -24,7 +24,7 @@ export const count = (value) => (isNumber(value) ? Math.round(value).toLocaleStr
 export const percent = (value) => (isNumber(value) ? `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %` : "–");
 
 /** So many things, with the noun that agrees: "1 step", "2 steps". */
-export const counted = (value, one, many = `${one}s`, shown = String) => (isNumber(value) ? `${shown(value)} ${value === 1 ? one : many}` : "–");
+export const counted = (value, one, many = `${one}s`, shown = count) => (isNumber(value) ? `${shown(value)} ${value === 1 ? one : many}` : "–");
 
 export const steps = (value) => counted(value, "step", "steps", (one) => number(one, 2));
 

@@ -123,5 +123,5 @@ export function Answer({ job, one, policies = [] }) {
 
 /** A reply: reasoning folded, tool calls set apart. */
 export const Reply = ({ text }) => html`${segments(text).map((one, at) => one.kind === "think"
-  ? html`<details key=${at} class="think"><summary>reasoning, ${one.text.length} characters</summary><pre tabindex=${reach(one.text)}>${one.text}</pre></details>`
+  ? html`<details key=${at} class="think"><summary>reasoning, ${counted(one.text.length, "character")}</summary><pre tabindex=${reach(one.text)}>${one.text}</pre></details>`
   : html`<pre key=${at} class=${one.kind === "tool" ? "tool" : ""} tabindex=${reach(one.text)}>${one.text || html`<span class="muted">(empty)</span>`}</pre>`)}`;

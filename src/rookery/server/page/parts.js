@@ -2,7 +2,7 @@
 import { Component, h } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import htm from "htm";
-import { counted, isNumber, number, sparkPath } from "./format.js";
+import { count, counted, isNumber, number, sparkPath } from "./format.js";
 
 export const html = htm.bind(h);
 
@@ -85,7 +85,7 @@ export const signed = (value, digits = 3) => (isNumber(value) ? `${value > 0 ? "
 
 /** The buttons of a list, newest first, that is read page by page; nothing where one page has it all. */
 export const Pager = ({ offset, size, total, onOffset }) => (total > size || offset > 0) && html`<div class="bar"><button disabled=${offset === 0} onClick=${() => onOffset(Math.max(0, offset - size))}>Newer</button>
-  <span class="muted">${offset < total ? `${offset + 1} to ${Math.min(offset + size, total)}` : "none"} of ${total}</span><button disabled=${offset + size >= total} onClick=${() => onOffset(offset + size)}>Older</button></div>`;
+  <span class="muted">${offset < total ? `${count(offset + 1)} to ${count(Math.min(offset + size, total))}` : "none"} of ${count(total)}</span><button disabled=${offset + size >= total} onClick=${() => onOffset(offset + size)}>Older</button></div>`;
 
 /** A scrolling region that the keyboard reaches. */
 export const Scroll = ({ label, children }) => html`<div class="scroll panel" tabindex="0" role="region" aria-label=${label}>${children}</div>`;

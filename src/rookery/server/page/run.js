@@ -62,7 +62,7 @@ export function Run({ path, query, account }) {
     <${Facts} facts=${[
       account.role === "admin" ? ["tenant", view.tenant] : ["", ""],
       ["base model", view.base_model],
-      ["step", view.steps ? `${view.step} of ${view.steps}` : view.step],
+      ["step", view.steps ? `${count(view.step)} of ${count(view.steps)}` : count(view.step)],
       [`reward${ofPolicy(view)}`, reward(view.reward)],
       ["tokens/s", view.state === "running" && !onRows(view) ? number(view.tokens_per_second, 1) : ""],
       ["tokens sampled", onRows(view) ? "" : count(view.tokens)],
@@ -106,6 +106,6 @@ function Overview({ job, view, stream }) {
       <th class="number">Episodes</th><th class="number">No variance</th><th class="number">Length, tokens</th><th class="number">Staleness</th><th class="number">Generation</th><th class="number">Training</th><th>Committed</th></tr></thead>
       <tbody>${rows.slice(-STEPS_SHOWN).reverse().map((row) => html`<tr key=${row.step}>
         <td class="number"><a href=${route(["run", job, "step", String(row.step)])}>${row.step}</a></td>${several && html`<td>${row.policy}</td>`}<td class="number">${row.version}</td><td class="number">${reward(row.reward)}</td><td class="number">± ${number(row.reward_std)}</td>
-        <td class="number">${row.episodes}</td><td class="number">${percent(row.zero_variance_share)}</td><td class="number">${number(row.length_mean, 1)}</td><td class="number">${number(row.staleness_mean, 2)}</td>
+        <td class="number">${count(row.episodes)}</td><td class="number">${percent(row.zero_variance_share)}</td><td class="number">${number(row.length_mean, 1)}</td><td class="number">${number(row.staleness_mean, 2)}</td>
         <td class="number">${duration(row["seconds/generation"])}</td><td class="number">${duration(row["seconds/train"])}</td><td class="small">${time(row.time)}</td></tr>`)}</tbody></table><//>`}`;
 }
