@@ -196,7 +196,7 @@ def test_command_prints_what_the_page_shows(recorded: Recorded, capsys: pytest.C
     code, printed = main_result("--id", first.episode)
     assert code == 0 and "→ reward" in printed and "tool:" in printed
     code, printed = main_result("--text", "nowhere")
-    assert code == 0 and "no episode is like that" in printed
+    assert code == 0 and "no episode that is kept is like that" in printed
     code, printed = main_result("--step", "1", "--json")
     assert code == 0 and printed.startswith("[")
 

@@ -192,7 +192,7 @@ def episodes(
     if cli.json:
         print_json(rows)
     elif not rows:
-        show("no episode is like that")
+        show("no episode that is kept is like that")
     for row in [] if cli.json else rows:
         show("\n".join(episode_lines(row)))
 

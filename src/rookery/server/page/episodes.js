@@ -2,7 +2,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { get, jobPath, useData } from "./api.js";
 import { ago, count, number, route } from "./format.js";
-import { Answer, prompts } from "./groups.js";
+import { Answer, noneOf, prompts } from "./groups.js";
 import { colored } from "./jobform.js";
 import { Empty, Loading, Problem, html } from "./parts.js";
 import { shorten } from "./text.js";
@@ -39,7 +39,7 @@ export function Episodes({ job, view, query }) {
     </form>
     ${data ? html`<${Problem} error=${error ?? problem} />` : html`<${Loading} error=${error} />`}
     ${failures?.length > 0 && html`<div class="panel"><h2 class="sub">Why episodes failed</h2><table><tbody>${failures.map((one) => html`<tr><td class="number">${count(one.episodes)}×</td><td class="wrap"><code>${one.error}</code></td></tr>`)}</tbody></table></div>`}
-    ${data && !last.next && shown.length === 0 && html`<${Empty}>${filters.length ? "No episode is like that." : "No episode yet."}<//>`}
+    ${data && !last.next && shown.length === 0 && html`<${Empty}>${filters.length ? "No episode that is kept is like that." : noneOf("episode", view)}<//>`}
     ${shown.map((one) => html`<section key=${one.episode} class="found"><p class="small muted"><a href=${route(["run", job, "group", one.group])}>group ${one.ordinal}</a>${one.consumed_by !== null ? `, trained into version ${one.consumed_by}` : ""}, ${ago(one.finished)} ago: <span class="prompt">${shorten(prompts(one.prompt), 200)}</span></p>
       <${Answer} job=${job} one=${one} policies=${colored(view.spec)} /></section>`)}
     ${searching ? html`<p class="muted" role="status">Searching, so far back to ${ago(last.reached)} ago …</p>`

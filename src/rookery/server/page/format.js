@@ -11,9 +11,9 @@ export function number(value, digits = 3) {
   for (const [limit, unit, letter] of [[999.95e9, 1e12, "T"], [999.95e6, 1e9, "G"], [999.95e3, 1e6, "M"], [9999.5, 1e3, "k"]]) { // the limits are those of what is shown
     if (size >= limit) return `${(value / unit).toFixed(1)}${letter}`;
   }
-  if (Number.isInteger(value)) return String(value);
+  if (Number.isInteger(value)) return count(value);
   if (size < 10 ** -digits / 2) return size < 0.001 ? value.toExponential(1) : value.toPrecision(2);
-  return value.toFixed(size >= 99.95 ? 0 : size >= 10 - 10 ** -digits / 2 ? 1 : digits);
+  return size >= 99.95 ? count(value) : value.toFixed(size >= 10 - 10 ** -digits / 2 ? 1 : digits);
 }
 
 /** A reward or a mean of rewards, with the same decimals whatever its value: in a column the points stand below each other. */

@@ -30,6 +30,9 @@ export function ofPolicy(view) {
   return names.length > 1 ? ` of ${names.find((name) => view.spec.policies[name].train !== false) ?? names[0]}` : "";
 }
 
+/** Why there are no groups or episodes of a run: those of older finished runs are deleted. */
+export const noneOf = (thing, view) => (!view.finished ? `No ${thing} yet.` : view.counters.episodes ? `The ${thing}s of this run are not kept any more; its metrics and versions are.` : `This run had no ${thing}.`);
+
 /** The version that trained on a group or an episode; of each policy, where several train. */
 export function trainedInto({ uses, consumed_by }) {
   return Object.entries(uses).map(([name, version]) => `${version} of ${name}`).join(", ") || consumed_by;
@@ -70,7 +73,7 @@ export function Steps({ job, view, path, rows }) {
       <span class="muted right">${counted(data.total, "group")}</span></div>
     ${same.length > 1 && html`<p class="muted small">Version ${row.version} holds ${same.length} steps (checkpoints.commit_every). Its groups are listed together; the figures are those of step ${step}.</p>`}
     ${row && html`<${Facts} facts=${[["policy", row.policy ?? ""], ["reward", `${reward(row.reward)} ± ${number(row.reward_std)}`], ["version", String(data.version)], ["staleness", steps(row.staleness_mean)], ["reply length", `${number(row.length_mean, 1)} tokens`], ["committed", time(row.time)]]} />`}
-    ${data.total === 0 ? html`<${Empty}>${step === null ? "No group yet." : "The groups of this step are not kept, or the step is not committed."}<//>` : html`
+    ${data.total === 0 ? html`<${Empty}>${step === null || view.finished ? noneOf("group", view) : "The groups of this step are not kept, or the step is not committed."}<//>` : html`
     <${Histogram} bins=${bins} rewards=${rewards} bin=${bin} onBin=${setBin} whose=${ofPolicy(view)} />
     <${Scroll} label="Groups"><table><thead><tr><th class="number">Group</th><th>Prompt</th><th>State</th><th>Rewards${ofPolicy(view)}</th><th class="number">Mean</th><th>Variance${ofPolicy(view)}</th><th class="number">Oldest version${ofPolicy(view)}</th><th>Ended</th></tr></thead>
       <tbody>${shown.map((group) => {
