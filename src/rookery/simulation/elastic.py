@@ -54,7 +54,6 @@ class StepTrace:
         noise = [math.exp(random.gauss(0.0, NOISE) - NOISE**2 / 2) for _ in range(steps)]
         return cls([TRAIN_SECONDS * r * n for r, n in zip(right, noise, strict=True)], [TRAIN_SECONDS] * steps)
 
-
     @property
     def floor(self) -> float:
         """Worker-seconds that no pool goes below, whatever its sizes are: a step with ``w`` workers takes the longer of
