@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.support.tiny import native_engine, small
 from tests.worker.engine.test_engine import finish, order, text
 
 from rookery import protocol
 from rookery.scheduling.slo import PERIOD_SECONDS
 from rookery.scheduling.worker_time import WorkerTime
+from rookery.worker.engine.kv_cache import SegmentStore
 from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.engine.runner import BaseRunner
 from rookery.worker.engine.sequences import SequenceChunk
 from rookery.worker.engine.slo_gate import SloGate, measure_costs
 from rookery.worker.model.adapter import PARTS, init_adapter
@@ -274,18 +277,27 @@ def test_a_request_is_a_clients_also_without_a_reserved_row_and_without_objectiv
     assert engine.tenants() == {} and not engine.gate.tracked, "no tenant takes turns with a client"
 
 
+class SlowRunner(BaseRunner):
+    """Its slices compute nothing, and take so many seconds a token."""
+
+    def __init__(self, store: SegmentStore, clock: Clock, token_seconds: float) -> None:
+        super().__init__(None, None, store)
+        self._clock, self._token_seconds = clock, token_seconds
+
+    def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.decode(streams), torch.empty(0)
+
+    def decode(self, streams: Sequence[SequenceChunk]) -> torch.Tensor:
+        self._clock.now += self._token_seconds * sum(len(chunk.tokens) for chunk in streams)
+        return torch.empty(0)
+
+
 @pytest.mark.parametrize("token_seconds", [1e-4, 1e-2, 1.0])
-def test_a_large_model_does_not_start_for_minutes(monkeypatch: pytest.MonkeyPatch, token_seconds: float) -> None:
+def test_a_large_model_does_not_start_for_minutes(token_seconds: float) -> None:
     """Slices that would take long are predicted from shorter ones, in proportion."""
     engine, clock, gate = gated(Clock()), Clock(), SloGate()
-
-    def slow(chunks: list[SequenceChunk]) -> None:
-        clock.now += token_seconds * sum(len(chunk.tokens) for chunk in chunks)
-
-    monkeypatch.setattr(engine.runner, "decode", slow)
-    monkeypatch.setattr(engine.runner, "prefill", slow)
-    began = clock.now
-    measure_costs(gate.costs, engine.runner, engine.decoder.device, 8, 512, clock)
+    runner, began = SlowRunner(engine.store, clock, token_seconds), clock.now
+    measure_costs(gate.costs, runner, engine.decoder.device, 8, 512, clock)
     assert clock.now - began < 40
     for kind, sizes in (("decode", (1, 4, 8)), ("prefill", (16, 128, 512))):
         for size in sizes:
