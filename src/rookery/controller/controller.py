@@ -649,13 +649,9 @@ class Controller:
 
     def _on_metrics(self, job: str, row: dict[str, Any]) -> None:
         """A step of the job was committed."""
-        self.record.started(job)
         self.retries.progress(job)
         self.jobs.totals["steps"] += 1
         self.jobs.totals["trained_tokens"] += int(row.get("tokens", 0))
-        runner = self.jobs.runners.get(job)
-        if runner is not None:
-            runner.publish(row)
         self.jobs.notify(job)
 
     def _models_in_use(self) -> set[str]:

@@ -63,9 +63,9 @@ class Progress:
         clock: Clock,
         row: JobRow,
         spec: JobSpec,
-        on_metrics: Callable[[str, dict[str, Any]], None],
+        on_metrics: Callable[[dict[str, Any]], None],
     ) -> None:
-        """``on_metrics`` is called with the job's id and the metrics row of each committed step."""
+        """``on_metrics`` is called with the metrics row of each committed step."""
         self.counters: Counter[str] = Counter(row.counters)
         self.stages: Counter[str] = Counter()
         """How many episodes wait for the engine, and how many for their environment."""
@@ -133,7 +133,7 @@ class Progress:
         self._show(row)
         if line := self._no_signal.add(self._policy_of(row), row):
             await self.add_event(NO_SIGNAL, line)
-        self._on_metrics(self._row.id, row)
+        self._on_metrics(row)
 
     def _show(self, row: dict[str, Any]) -> None:
         """The job's reward and staleness are those of its first trained policy."""

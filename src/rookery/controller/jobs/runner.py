@@ -186,7 +186,7 @@ class JobRunner:
             spec,
             environment=await self._validator.environment(row.tenant, row.id, spec),
             policies=await self._policies(spec, rows),
-            progress=Progress(context.store, context.clock, row, spec, self._on_metrics),
+            progress=Progress(context.store, context.clock, row, spec, self._on_step),
         )
         return TrainingJob(job)
 
@@ -233,10 +233,12 @@ class JobRunner:
                 raise
             raise Unavailable(str(error)) from None
 
-    def publish(self, row: dict[str, Any]) -> None:
-        """Send a committed step's metrics to the operator's sinks."""
+    def _on_step(self, row: dict[str, Any]) -> None:
+        """A step was committed, of which this is the metrics row."""
+        self._record.started(self.row.id)
         if self._sinks is not None:
             self._sinks.write(row)
+        self._on_metrics(self.row.id, row)
 
     def counted(self) -> Counter[str]:
         """The job's counters since this process took it up."""
