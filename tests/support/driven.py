@@ -11,7 +11,7 @@ from rookery import protocol
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import QueueStatus
 from rookery.controller.sessions.operations import AnyResult
-from rookery.controller.weights.checkpoints import find_checkpoint
+from rookery.controller.targets import find_checkpoint
 from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow
 
 ADAM = protocol.Adam(lr=0.1)

@@ -14,16 +14,18 @@ from rookery import protocol
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.services import Services
 from rookery.controller.views import NUMBER
-from rookery.controller.weights.checkpoints import SCHEME, find_checkpoint
 from rookery.controller.weights.store import adapter_ref
 from rookery.errors import NotFound, Unavailable, UserError, short
 from rookery.settings import Settings
 from rookery.spec.fine_tuned import CHECKPOINT_OF, is_name_of
 from rookery.spec.job import stored_base_model, without_weights
-from rookery.storage.models import PolicyRow, VersionRow
-from rookery.storage.repositories import jobs, tenants, versions
+from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, VersionRow
+from rookery.storage.repositories import jobs, sessions, tenants, versions
 from rookery.storage.store import Store
 from rookery.tokenization.registry import CATALOGUE, is_hub_id, resolve, status, usable
+
+SCHEME = "tinker://"
+"""Begins the path of a client's checkpoint, ``tinker://<run>/<kind>/<name>``."""
 
 
 @dataclass(frozen=True)
@@ -178,3 +180,15 @@ async def find_version(
 def _first(spec: Mapping[str, Any], policies: Mapping[str, PolicyRow]) -> PolicyRow:
     """Of a stored job's ``policies`` by name the one that the job's own name means: the first in its file."""
     return next(policies[name] for name in spec.get("policies", policies) if name in policies)
+
+
+async def find_checkpoint(services: Services, tenant: str, path: str) -> tuple[CheckpointRow, ModelRow, PolicyRow]:
+    """The checkpoint ``tinker://<run>/<kind>/<name>``, its training run and policy. Raises :class:`NotFound`, also for
+    an expired checkpoint."""
+    parts = path.removeprefix(SCHEME).split("/")
+    if not path.startswith(SCHEME) or len(parts) != 3 or not all(parts):
+        raise UserError(f"{path!r} is no checkpoint; one is {SCHEME}<run>/<weights|sampler_weights>/<name>")
+    row = await services.store.read(sessions.get_checkpoint, tenant, *parts)
+    if row.expires is not None and row.expires < services.clock.time():
+        raise NotFound(f"{path} has expired")
+    return row, *await services.store.read(sessions.get_model, tenant, row.model)

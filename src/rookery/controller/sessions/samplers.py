@@ -28,7 +28,7 @@ from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.services import Services
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, FutureExpired, Futures, QueueStatus, failure
 from rookery.controller.sessions.operations import AnyResult, OperationFailed, Sample, SampledSequence, SampleResult
-from rookery.controller.weights.checkpoints import find_checkpoint
+from rookery.controller.targets import find_checkpoint
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.store import adapter_ref
 from rookery.errors import NotFound, RookeryError, UserError, count_of

@@ -44,9 +44,8 @@ from rookery.controller.sessions.operations import (
 from rookery.controller.sessions.rules import SessionRules
 from rookery.controller.sessions.samplers import Samplers
 from rookery.controller.sessions.training_run import TrainingRun
-from rookery.controller.targets import Targets
+from rookery.controller.targets import Targets, find_checkpoint
 from rookery.controller.training.slots import TrainerSlots
-from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.errors import NotFound, RookeryError, TooManyRequests, UserError, count_of
 from rookery.spec.policy import TARGETS
 from rookery.storage.models import FutureRow, ModelRow, PolicyRow, SamplerRow, SessionRow

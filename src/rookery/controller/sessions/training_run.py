@@ -30,11 +30,11 @@ from rookery.controller.outages import storage_outage
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, Futures, QueueStatus, failure
 from rookery.controller.sessions.samplers import client_seed, sampler_row
+from rookery.controller.targets import find_checkpoint
 from rookery.controller.training.dispatcher import TrainingFailed
 from rookery.controller.training.policy_run import ForwardRequest, PolicyRun
 from rookery.controller.training.policy_versions import CommitVersion, PolicyVersions, Retention
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
-from rookery.controller.weights.checkpoints import find_checkpoint
 from rookery.controller.weights.store import adapter_ref
 from rookery.errors import CorruptArtifact, RookeryError, StorageFull, Unavailable, UserError
 from rookery.scheduling.queues import ReorderBuffer

@@ -11,7 +11,7 @@ import msgspec
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from rookery.controller.activity import Reader
-from rookery.controller.weights.checkpoints import find_checkpoint
+from rookery.controller.targets import find_checkpoint
 from rookery.controller.weights.tickets import TICKET_SECONDS
 from rookery.errors import NotFound, UserError
 from rookery.server.auth import Owner, Service, admit_ticket, make_room, room_for
