@@ -17,9 +17,10 @@ MOST_MAIN_FILES = 66
 """Files of the table that a step passes: 25 rows, each of one idea, and a file has at most 500 lines of code. A new
 idea on the way of a step belongs into one of them, or raises this number with its reason."""
 
-MOST_FILES = 170
-"""All that a step passes, 165 when it was counted: two in three are rooms that every call uses (settings, bounds, the
-parsers and views of HTTP), or are only asked whether they have work. A watch may fall into the step or not."""
+MOST_FILES = 165
+"""All that a step passes but for watches, whose turn falls into a step or not: 164 when it was counted. Two in three
+are rooms that every call uses (settings, bounds, the parsers and views of HTTP), or are only asked whether they have
+work."""
 
 
 def named(text: str) -> list[str]:
@@ -40,6 +41,8 @@ def test_the_table_of_a_step_has_the_files_that_a_step_passes(tmp_path: Path) ->
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     passed = set(json.loads(ran.stdout.splitlines()[-1]))
+    watches = tuple(named(section.split("- **Watches**")[1].split("\n- **")[0]))
+    passed = {file for file in passed if not file.startswith(watches)}
     main = {file for file in passed if file.startswith(tuple(table))}
     print(f"a step passes {len(passed)} files, of which the table has {len(main)}")
     assert len(main) <= MOST_MAIN_FILES and len(passed) <= MOST_FILES, sorted(passed)
