@@ -356,28 +356,30 @@ class RolloutScheduler:
         it; then move requests that could begin sooner elsewhere."""
         queue, pool = self.queues.models[model], self.pool
         waiting = queue.common.tenants
+        chosen: Worker | None = None  # for the last request that a queue asked about, which is the one that it yields
 
-        def fits(reserved: bool) -> Callable[[InflightRequest], bool] | None:
+        def fits(worker: Worker | None) -> bool:
+            nonlocal chosen
+            chosen = worker
+            return worker is not None
+
+        def room(reserved: bool) -> Callable[[InflightRequest], bool] | None:
             if not pool.has_capacity(model, reserved):
                 return None
-            return lambda inflight: pool.choose(inflight, reserved, waiting) is not None
-
-        def fits_beyond(inflight: InflightRequest) -> bool:
-            return pool.choose_beyond(inflight, waiting) is not None
+            return lambda inflight: fits(pool.choose(inflight, reserved, waiting))
 
         now = self._clock.monotonic()
         resumed = now >= self._resume_until
         short = pool.short(model, waiting)
-        while queue and (taken := queue.take(fits(True), fits(False) if resumed else None, now, short)):
+        while queue and (taken := queue.take(room(True), room(False) if resumed else None, now, short)):
             inflight, reserved = taken
-            worker = pool.choose(inflight, reserved, waiting)
-            assert worker is not None
-            self.apply(inflight, "assign", Details(worker, reserved))
+            self.apply(inflight, "assign", Details(chosen, reserved))
             short = pool.short(model, waiting)
         while resumed and (able := pool.beyond(model, short, waiting)):
-            if (beyond := queue.common.take(fits_beyond, now, among=able)) is None:
+            beyond = queue.common.take(lambda inflight: fits(pool.choose_beyond(inflight, waiting)), now, among=able)
+            if beyond is None:
                 break
-            self.apply(beyond, "assign", Details(pool.choose_beyond(beyond, waiting)))
+            self.apply(beyond, "assign", Details(chosen))
             short = pool.short(model, waiting)
         while migration := pool.find_migration(model):
             self._migrate(migration)
