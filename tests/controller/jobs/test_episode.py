@@ -291,10 +291,10 @@ async def test_prompts_of_a_tenants_host_are_bounded(service: Service) -> None:
     task = EnvironmentRef("job", "alice", EnvironmentSpec(hosted="task"), {})
     sent = [b"1"] * 5000
     host.prompts = lambda message: protocol.Prompts(epoch=host.epoch, call=message.call, prompts=sent)  # type: ignore[method-assign]
-    assert await hosts.prompts(task, "train", 0, 3, seed=0, shuffle=False) == [b"1"] * 3
+    assert (await hosts.split(task, "train", 0, 3, seed=0, shuffle=False)).prompts == [b"1"] * 3
     sent = [b"1" * (most + 1)]
     with pytest.raises(EnvironmentFailed, match="a prompt has more than 262144 bytes"):
-        await hosts.prompts(task, "train", 0, 1, seed=0, shuffle=False)
+        await hosts.split(task, "train", 0, 1, seed=0, shuffle=False)
     (known,) = hosts.hosts.values()
     assert not known.calls and not known.active, "of each dry run's job some bytes would stay for ever"
 
@@ -385,7 +385,7 @@ async def test_a_host_that_answers_with_another_message_fails_the_episode_alone(
     peer.observe = usual  # type: ignore[method-assign]
     peer.prompts = lambda message: protocol.Observation(epoch=0, call="", episode="")  # type: ignore[assignment, method-assign, return-value]
     with pytest.raises(EnvironmentFailed, match="getprompts was answered with Observation: the host is faulty"):
-        await hosts.prompts(task, "train", 0, 1, seed=0, shuffle=False)
+        await hosts.split(task, "train", 0, 1, seed=0, shuffle=False)
     assert (await hosts.observe(host, task, task.reset("two", b"1", 0))).messages
 
 

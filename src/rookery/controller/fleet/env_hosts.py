@@ -90,6 +90,16 @@ class EnvironmentRef:
             seed=seed, tenant=self.tenant,
         )  # fmt: skip
 
+    def prompts(
+        self, split: Literal["train", "eval"], start: int, count: int, *, seed: int, shuffle: bool,
+        constant: bool = False,
+    ) -> protocol.GetPrompts:  # fmt: skip
+        """The call for so many prompts, or for the best ``constant`` reply on them."""
+        return protocol.GetPrompts(
+            call="", job=self.job, environment=self.name, options=self.options, split=split, start=start, count=count,
+            seed=seed, shuffle=shuffle, constant=constant, tenant=self.tenant,
+        )  # fmt: skip
+
 
 @dataclass(eq=False)
 class HostCall:
@@ -351,25 +361,14 @@ class EnvironmentHosts:
                     await changed.next.wait()
         return find()
 
-    async def prompts(
-        self, environment: EnvironmentRef, split: Literal["train", "eval"], start: int, count: int, *, seed: int,
-        shuffle: bool,
-    ) -> list[bytes]:  # fmt: skip
-        """``count`` prompts, each as JSON, as :meth:`split` gives them."""
-        answer = await self.split(environment, split, start, count, seed=seed, shuffle=shuffle)
-        return answer.prompts
-
     async def split(
         self, environment: EnvironmentRef, split: Literal["train", "eval"], start: int, count: int, *, seed: int,
         shuffle: bool,
     ) -> protocol.Prompts:  # fmt: skip
-        """``count`` prompts, from number ``start`` on in the order of ``seed``: from any host that offers the
-        environment, from another one when the first leaves."""
-        message = protocol.GetPrompts(
-            call="", job=environment.job, environment=environment.name, options=environment.options, split=split,
-            start=start, count=count, seed=seed, shuffle=shuffle, tenant=environment.tenant,
-        )  # fmt: skip
-        host, answer = await self._ask(environment, message)
+        """``count`` prompts, each as JSON, from number ``start`` on in the order of ``seed``: from any host that offers
+        the environment, from another one when the first leaves."""
+        call = environment.prompts(split, start, count, seed=seed, shuffle=shuffle)
+        host, answer = await self._ask(environment, call)
         if host.owner:
             most = self._settings.limits.row_bytes
             if any(len(prompt) > most for prompt in answer.prompts):
@@ -386,12 +385,8 @@ class EnvironmentHosts:
         knows one."""
         if environment.owner != SERVICE:
             return None
-        message = protocol.GetPrompts(
-            call="", job=environment.job, environment=environment.name, options=environment.options, split=split,
-            start=0, count=count, seed=seed, shuffle=shuffle, constant=True,
-            tenant=environment.tenant,
-        )  # fmt: skip
-        _, answer = await self._ask(environment, message)
+        call = environment.prompts(split, 0, count, seed=seed, shuffle=shuffle, constant=True)
+        _, answer = await self._ask(environment, call)
         return answer.constant
 
     async def _ask(
