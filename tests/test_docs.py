@@ -85,7 +85,7 @@ def test_reasoning_gym_tasks_that_run_code_are_documented() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_yaml_examples_are_jobs(page: Path) -> None:
     set_judges("strict=https://api.openai.com/v1 gpt-4.1")  # which a page names
-    set_verifiers("/opt/verifiers/bin/python gsm8k-v1")
+    set_verifiers("/opt/verifiers/bin/python gsm8k")
     set_games("/opt/games/bin/python gymnasium/FrozenLake-v1 textarena/GuessTheNumber-v0")
     for text in blocks(page, "yaml"):
         example = yaml.safe_load(text)
