@@ -848,6 +848,17 @@ def test_white_space_around_variables_of_options_means_nothing(
     assert f"{alone / 'data'} has no database" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments", [("--json", "jobs", "list"), ("jobs", "--key=x", "list"), ("--data", "x", "serve")]
+)
+def test_an_option_in_front_of_its_command_is_refused_with_its_place(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert call(*arguments) == 2
+    option = next(one for one in arguments if one.startswith("--")).partition("=")[0]
+    assert capsys.readouterr().err.startswith(f"rookery: {option}: it stands behind the command, as in rookery ")
+
+
 @pytest.mark.parametrize("path", ["", "-"])
 def test_no_path_is_empty_or_a_dash(alone: Path, capsys: pytest.CaptureFixture[str], path: str) -> None:
     for command in (("run", path), ("trace", path), ("jobs", "export", "sums", path), ("run", "x", "--adapter", path),

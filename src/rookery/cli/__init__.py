@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Annotated
 
@@ -27,9 +28,9 @@ from rookery.cli import (
     top,
     trace,
 )
-from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, ended_like_ctrl_c
+from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, OPTIONS, REFUSED, ended_like_ctrl_c
 from rookery.cli.output import OutputLost, flush_output, prepare_streams, show
-from rookery.errors import NO_ROOM, RookeryError, TooManyRequests
+from rookery.errors import NO_ROOM, RookeryError, TooManyRequests, UserError
 from rookery.settings import trim_variables
 from rookery.telemetry.rows import printable
 
@@ -96,6 +97,14 @@ def root(
     """Many LoRA policies learn by reinforcement at once, on one resident base model."""
 
 
+def check_order(given: Sequence[str]) -> None:
+    """Raises :class:`UserError` for an option of commands in front of its command."""
+    inside = given[1:] if given and given[0] in {group.name for group in app.registered_groups} else given
+    option = inside[0].partition("=")[0] if inside else ""
+    if option.startswith("--") and option[2:] in OPTIONS:
+        raise UserError(f"{option}: it stands behind the command, as in rookery jobs list {option}")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs one command and exits with its code."""
     prepare_streams()
@@ -105,7 +114,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         try:
             with ended_like_ctrl_c():
-                app([argument for argument in given if argument != DEBUG], prog_name="rookery")
+                given = [argument for argument in given if argument != DEBUG]
+                check_order(given)
+                app(given, prog_name="rookery")
         finally:
             flush_output()
     except RookeryError as error:
