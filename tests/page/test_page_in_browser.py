@@ -159,6 +159,16 @@ def test_page_waits_for_a_service_that_is_starting(page: Any, town: Town) -> Non
     assert not refusals and page.locator("[role=alert]").count() == 0
 
 
+def test_revoked_key_of_an_open_page_is_named(page: Any, town: Town) -> None:
+    with Client(town.service.url, town.service.key) as admin:
+        town.keys["short"] = admin.add_key("bob", "laptop").key
+        sign_in(page, town, "short")
+        page.wait_for_selector("text=No runs yet")
+        admin.revoke_key("bob", next(one.id for one in admin.keys("bob") if one.label == "laptop"))
+    page.wait_for_selector("[role=alert] >> text=the API key 'laptop' was revoked")
+    assert page.locator("#key").count() == 1
+
+
 def test_tab_follows_a_sign_in_of_another_tab(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
     other = page.context.new_page()
@@ -185,6 +195,14 @@ def test_reader_with_a_wrong_clock_reads_the_true_age_of_a_run(chromium: Any, to
     context.close()
 
 
+WHITE = """() => {
+  const canvas = document.querySelector("canvas");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  return new Uint32Array(data.buffer).includes(0xffffffff);
+}"""
+"""Whether a picture has something white."""
+
+
 def test_charts_change_their_colors_with_the_system(page: Any, town: Town) -> None:
     page.emulate_media(color_scheme="light")
     sign_in(page, town, "ada")
@@ -196,6 +214,7 @@ def test_charts_change_their_colors_with_the_system(page: Any, town: Town) -> No
         light = page.evaluate(drawn)
         page.emulate_media(color_scheme="dark")
         page.wait_for_function(f"light => ({drawn})() !== light", arg=light)
+        assert not page.evaluate(WHITE), "such as the dots of evaluations"
         page.emulate_media(color_scheme="light")
         page.wait_for_function(f"light => ({drawn})() === light", arg=light)
 

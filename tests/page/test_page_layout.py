@@ -48,6 +48,7 @@ CUT = f"""() => {{ {TOOLS}
     const style = getComputedStyle(one);
     if (style.overflowX === "hidden" && one.scrollWidth > one.clientWidth + 1 && shown(one) && one.innerText) found.push(["cut", about(one)]);
   }}
+  for (const one of document.querySelectorAll(".scroll")) if (width >= 1360 && one.scrollWidth > one.clientWidth) found.push(["scrolls on a screen", one.ariaLabel]);
   if (document.documentElement.scrollWidth > width) found.push(["the window scrolls sideways", ""]);
   return found;
 }}"""  # noqa: E501
@@ -183,6 +184,20 @@ def test_hints_of_a_phone_suit_a_finger(chromium: Any, town: Town) -> None:
         page.wait_for_selector(".charts .touch, .bar .touch")
         page.locator(".chart .u-over").first.tap()
         page.wait_for_selector("h2 >> text=Groups of step")
+
+
+def test_paper_is_light_and_has_whole_texts(page: Any, town: Town) -> None:
+    page.emulate_media(color_scheme="dark")
+    sign_in(page, town, "ada")
+    group = town.done.groups()[0].group
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/episode/{group}-0")
+    page.wait_for_selector(".tokens")
+    colors = "() => ['backgroundColor', 'color'].map((one) => getComputedStyle(document.documentElement)[one])"
+    dark = page.evaluate(colors)
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate(colors) == ["rgb(245, 246, 249)", "rgb(27, 35, 48)"] != dark
+    assert page.locator("header.top").is_hidden() and page.locator(".actions").is_hidden()
+    assert page.locator(".tokens").evaluate("one => one.scrollHeight <= one.clientHeight")
 
 
 def test_every_text_has_enough_contrast_in_light_and_dark(colored: Any, town: Town) -> None:

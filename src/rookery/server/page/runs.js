@@ -43,7 +43,7 @@ export function Runs({ query, account }) {
     ${data && data.total === 0 && html`<${Empty}>${filtered ? "No run is like that." : html`No runs yet. <a href="#/new">New run</a> or <code>rookery run job.yaml</code> submits one.`}<//>`}
     ${data && data.total > 0 && html`<${Scroll} label="Runs"><table><thead><tr>
         <th>Compare</th>${head("name")}${account.role === "admin" && html`<th>Tenant</th>`}${head("state")}${head("step", true)}${head("reward", true)}
-        <th class="number">Tokens/s</th><th class="number">Staleness</th><th>Waits for, or why it ended</th><th class="number">Cost</th>${head("created")}
+        <th class="number">Tokens/s</th><th class="number">Staleness</th><th class="wrap">Waits for, or why it ended</th><th class="number">Cost</th>${head("created")}
       </tr></thead><tbody>${data.runs.map((run) => html`<${Row} key=${run.id} run=${run} tenant=${account.role === "admin"} chosen=${chosen.includes(run.id)} onToggle=${() => toggle(run.id)} />`)}</tbody></table><//>
       <${Pager} offset=${offset} size=${PAGE} total=${data.total} onOffset=${(to) => go({ offset: to })} />`}`;
 }
@@ -55,7 +55,7 @@ function Row({ run, tenant, chosen, onToggle }) {
   return html`<tr>
     <td><input type="checkbox" checked=${chosen} onChange=${onToggle} aria-label=${`Compare ${run.name}`} /></td>
     <td class="wrap run"><a href=${route(["run", run.id])}>${run.name}</a><div class="muted small">${run.base_model}</div></td>
-    ${tenant && html`<td>${run.tenant}</td>`}
+    ${tenant && html`<td class="wrap narrow">${run.tenant}</td>`}
     <td><${Badge} state=${run.state} /></td>
     <td class="number">${count(run.step)}${run.steps ? ` / ${count(run.steps)}` : ""}<${Progress} done=${run.step} all=${run.steps} /></td>
     <td class="number">${reward(run.reward)} ${run.policy && html`<span class="muted small">${run.policy}</span> `}<${Sparkline} values=${run.rewards.length > 1 ? run.rewards : []} /></td>
@@ -63,6 +63,6 @@ function Row({ run, tenant, chosen, onToggle }) {
     <td class="number">${number(run.staleness, 2)}</td>
     <td class="wrap small" title=${waits || undefined}>${waits ? shorten(waits) : where ? "" : "–"} <span class="muted">${where}</span></td>
     <td class="number">${run.cost.cost ? number(run.cost.cost, 3) : "–"}</td>
-    <td class="small" title=${time(run.created)}>${ago(run.created)} ago</td>
+    <td class="small wrap narrow" title=${time(run.created)}>${ago(run.created)} ago</td>
   </tr>`;
 }
