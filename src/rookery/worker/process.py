@@ -7,8 +7,8 @@ Promises:
 * SIGTERM drains: the present slice ends, sampled tokens are sent, results are uploaded, ``Draining`` is sent, and the
   exit code is 0.
 * A fault that belongs to no single operation ends the process with code 1, after sampled tokens have been sent; so does
-  a hub that does not answer. A fault that a restart cannot repair (no such model, wrong token) ends it with code 2. The
-  service receives the reason of both, as far as it answers.
+  a hub that does not answer, or a disk without room for the model. A fault that a restart cannot repair (no such model,
+  wrong token) ends it with code 2. The service receives the reason of both, as far as it answers.
 * With ``--die-with-parent`` it ends at once when its standard input ends.
 """
 
@@ -107,7 +107,7 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
     except UserError as error:
         log.error("%s", error)
         code = EXIT_REFUSED
-    except Unavailable as error:
+    except (StorageFull, Unavailable) as error:
         log.error("%s", error)
         code = FAILED
     except Exception:

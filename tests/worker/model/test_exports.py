@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -10,14 +11,16 @@ import pytest
 import torch
 import transformers
 from peft import PeftModel
+from tests.support.disks import small_files
 from tests.support.families import small_config
 from tests.support.small_model import save_small_model
 
-from rookery.errors import UserError
+from rookery.errors import StorageFull, UserError
 from rookery.tokenization import registry
 from rookery.worker.model.adapter import Adapter, init_adapter, read_adapter, write_adapter
 from rookery.worker.model.convert import prepare
 from rookery.worker.model.exports import merge, write_gguf
+from rookery.worker.model.published import export
 
 FAMILIES = ["llama", "qwen3", "gemma3_text"]
 
@@ -77,6 +80,29 @@ def test_gguf_adapter_changes_the_weights_as_llama_cpp_stores_them(family: str, 
             heads = config.num_attention_heads if part == "q" else config.num_key_value_heads
             change = change.reshape(heads, -1, 2, change.shape[1]).swapaxes(1, 2).reshape(change.shape)
         np.testing.assert_allclose(change, (b @ a).numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_full_disk_is_named_and_nothing_half_written_is_left(tmp_path: Path) -> None:
+    folder, adapter = adapted(tmp_path, "llama")
+    made = tmp_path / "made"
+    writers: list[tuple[Callable[[], object], str]] = [
+        (
+            lambda: merge(folder, adapter, made / "merged"),
+            f"--merge: {made}/merged cannot be written: its disk is full",
+        ),
+        (
+            lambda: write_gguf(folder, adapter, made / "gguf"),
+            f"--gguf: {made}/gguf cannot be written: its disk is full",
+        ),
+        (lambda: export(folder, made / "model"), f"--export: {made}/model cannot be written: its disk is full"),
+        (lambda: prepare(str(tmp_path / "base"), made), f"the disk of {made}/.* is full; .* ROOKERY_CACHE"),
+    ]
+    for write, reason in writers:
+        with small_files(16 << 10), pytest.raises(StorageFull, match=reason):
+            write()
+    assert [path.name for path in made.rglob("*") if path.is_file() and path.suffix != ".lock"] == []
+    for write, _ in writers:
+        write()
 
 
 def test_gguf_of_a_family_without_a_known_format_is_refused(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rookery.children import die_with_parent
-from rookery.errors import EXIT_REFUSED, RookeryError, Unavailable, UserError, installs
+from rookery.errors import EXIT_REFUSED, NO_ROOM, RookeryError, StorageFull, Unavailable, UserError, installs
 from rookery.tokenization import registry
 from rookery.tokenization.registry import CONFIG, PROJECTIONS, WEIGHTS
 from rookery.worker.model.adapter import Projections
@@ -52,6 +52,7 @@ from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.hub import SECONDS, NoClient, bounded_requests
 from rookery.worker.model.published import COPIED, INDEX, export, fuse, locked, read_published
 from rookery.worker.transfer.cache import write_atomically
+from rookery.worker.transfer.http import errno_of
 
 log = logging.getLogger("rookery.worker")
 
@@ -75,7 +76,7 @@ _XET_VARIABLE = "HF_XET_CACHE"
 
 def prepare(name: str, cache: Path) -> Path:
     """The prepared folder of ``name`` (catalogue name, local folder or hub id), created if missing. Raises
-    ``UserError``, or ``Unavailable`` if the hub did not answer and a retry may succeed."""
+    ``UserError``; ``Unavailable`` if the hub did not answer, or ``StorageFull``: then a retry may succeed."""
     folder = registry.model_folder(cache, name)
     if registry.is_prepared(folder):
         return folder
@@ -122,6 +123,12 @@ def _prepare(model: registry.Model, folder: Path, fetched: Path) -> None:
         except _SourceMissing as missing:
             log.info("%s: %s", model.name, missing)
             refusals.append(missing)
+        except Exception as error:
+            if errno_of(error) in NO_ROOM:
+                raise StorageFull(
+                    f"the disk of {folder.parent} is full; free some space, or set ROOKERY_CACHE to another folder"
+                ) from None
+            raise
         finally:
             shutil.rmtree(target, ignore_errors=True)
     problem = f"base_model: {model.name} cannot be fetched: {'; '.join(map(str, refusals))}"
@@ -189,6 +196,8 @@ def _download(hub_id: str, fetched: Path) -> Path:
     except NoClient as error:
         raise _SourceMissing(f"{hub_id} cannot be asked for: {error}") from None
     except Exception as error:  # of the hub's library, or of any below it: which ones changes with their releases
+        if errno_of(error) in NO_ROOM:
+            raise
         log.debug("hub", exc_info=error)
         raise _SourceSilent(f"the hub did not give {hub_id} ({type(error).__name__})") from None
 

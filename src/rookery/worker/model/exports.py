@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
+import shutil
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -18,7 +22,7 @@ from rookery.tokenization import registry
 from rookery.tokenization.registry import CONFIG, PUBLISHED_WEIGHTS
 from rookery.worker.model.adapter import MODULES, Adapter, read_adapter
 from rookery.worker.model.convert import prepare
-from rookery.worker.model.published import export, read_published
+from rookery.worker.model.published import read_published, write_published, written
 
 GGUF_FAMILIES = {
     "llama": ("llama", True),
@@ -39,32 +43,31 @@ _GGUF_NAMES = {
 def merge(folder: Path, adapter: Adapter, target: Path) -> None:
     """Write the model of the prepared ``folder`` with ``W + scale · B A`` for each adapted weight to the new folder
     ``target``, as transformers reads it. The sum is computed in float32 and rounded once to the type of ``W``. Raises
-    ``UserError``; then there is no ``target``."""
+    ``UserError`` and ``StorageFull``; then there is no ``target``."""
     part = target.with_name(f".{target.name}.merging")
     if target.exists():
         raise UserError(f"--merge: {target} exists; give a new folder")
-    export(folder, part)
     try:
-        weights = {name: weight.clone() for name, weight in read_published(part).items()}
-        for (layer, module), (a, b) in adapter.weights.items():
-            name = f"{adapter.prefix}.{layer}.{MODULES.get(module, module)}.weight"
-            if name not in weights:
-                raise UserError(f"--merge: the base model has no weight {name} of its own; use the adapter as it is")
-            old = weights[name]
-            weights[name] = torch.addmm(old.float(), b, a, alpha=adapter.scale).to(old.dtype)
-        save_file(weights, part / PUBLISHED_WEIGHTS, metadata={"format": "pt"})
-        part.rename(target)
-    except OSError as error:
-        raise UserError(f"--merge: {target} cannot be written: {error.strerror}") from None
+        with written(f"--merge: {target}"):
+            write_published(folder, part, linked=False)
+            weights = {name: weight.clone() for name, weight in read_published(part).items()}
+            for (layer, module), (a, b) in adapter.weights.items():
+                name = f"{adapter.prefix}.{layer}.{MODULES.get(module, module)}.weight"
+                if name not in weights:
+                    raise UserError(
+                        f"--merge: the base model has no weight {name} of its own; use the adapter as it is"
+                    )
+                old = weights[name]
+                weights[name] = torch.addmm(old.float(), b, a, alpha=adapter.scale).to(old.dtype)
+            save_file(weights, part / PUBLISHED_WEIGHTS, metadata={"format": "pt"})
+            part.rename(target)
     finally:
-        if part.exists():
-            for file in part.iterdir():
-                file.unlink()
-            part.rmdir()
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def write_gguf(folder: Path, adapter: Adapter, file: Path) -> None:
-    """Write ``adapter`` as a LoRA of llama.cpp for the model of the prepared ``folder``. Raises ``UserError``."""
+    """Write ``adapter`` as a LoRA of llama.cpp for the model of the prepared ``folder``. Raises ``UserError`` and
+    ``StorageFull``; then there is no ``file``."""
     try:
         import gguf
     except ImportError:
@@ -80,9 +83,11 @@ def write_gguf(folder: Path, adapter: Adapter, file: Path) -> None:
         raise UserError(f"--gguf: {file} exists; give a new file")
     name, interleaved = family
     heads = {"q": config["num_attention_heads"], "k": config.get("num_key_value_heads", config["num_attention_heads"])}
-    try:
+    unfinished = file.with_name(f".{file.name}.part")
+    with written(f"--gguf: {file}"), ExitStack() as opened:
         file.parent.mkdir(parents=True, exist_ok=True)
-        writer = gguf.GGUFWriter(file, name)
+        opened.callback(unfinished.unlink, missing_ok=True)
+        writer = gguf.GGUFWriter(unfinished, name)
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, adapter.scale * adapter.rank)  # it divides by the rank
@@ -95,8 +100,11 @@ def write_gguf(folder: Path, adapter: Adapter, file: Path) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    except OSError as error:
-        raise UserError(f"--gguf: {file} cannot be written: {error.strerror}") from None
+        try:
+            gguf.GGUFReader(unfinished)
+        except ValueError:  # it is cut: NumPy, which writes the tensors, reports no error at the end of a file
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+        unfinished.rename(file)
 
 
 def _interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:

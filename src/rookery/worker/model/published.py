@@ -15,11 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rookery.errors import UserError
+from rookery.errors import NO_ROOM, StorageFull, UserError
 from rookery.tokenization.registry import CONFIG, PUBLISHED_CONFIG, PUBLISHED_WEIGHTS, WEIGHTS
 from rookery.worker.model.adapter import MODULES
 from rookery.worker.model.config import SITES, DecoderConfig
 from rookery.worker.model.decoder import output_slices
+from rookery.worker.transfer.http import errno_of
 
 COPIED = (
     "generation_config.json",
@@ -112,24 +113,37 @@ def published(folder: Path) -> Path:
     target = folder.with_name(folder.name + ".published")
     with locked(folder.with_name(folder.name + ".lock")):
         if not target.is_dir():
-            _write_published(folder, target, linked=True)
+            write_published(folder, target, linked=True)
     return target
 
 
 def export(folder: Path, target: Path) -> None:
     """Writes the model of the prepared ``folder`` to the new folder ``target`` as transformers reads it. Raises
-    ``UserError``."""
+    ``UserError`` and ``StorageFull``."""
     if target.exists():
         raise UserError(f"--export: {target} exists; give a new folder")
+    with written(f"--export: {target}"):
+        write_published(folder, target, linked=False)
+
+
+@contextmanager
+def written(name: str) -> Iterator[None]:
+    """Files of ``name`` are written within: an option with its path, or a folder. Raises :class:`StorageFull` where
+    their disk is full, and :class:`UserError` where it refuses them."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _write_published(folder, target, linked=False)
-    except OSError as error:
-        raise UserError(f"--export: {target} cannot be written: {error.strerror}") from None
+        yield
+    except (OSError, SafetensorError) as error:
+        number = errno_of(error)
+        if not number:
+            raise
+        if number in NO_ROOM:
+            raise StorageFull(f"{name} cannot be written: its disk is full; free some space, or give another") from None
+        raise UserError(f"{name} cannot be written: {os.strerror(number)}") from None
 
 
-def _write_published(folder: Path, target: Path, *, linked: bool) -> None:
+def write_published(folder: Path, target: Path, *, linked: bool) -> None:
     """The whole folder or nothing. Weights that are as published already are ``linked``, or else copied."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # left by a killed attempt
     part.mkdir()
