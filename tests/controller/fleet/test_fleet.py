@@ -97,6 +97,8 @@ async def test_worker_without_heartbeats_is_suspect(room: Room) -> None:
     assert quiet.link.closed, "its connection is closed: it shall dial in again"
     assert room.lost == [("quiet", room.lost[0][1])]
     assert "no heartbeat for" in room.lost[0][1]
+    known = room.fleet.get("quiet")
+    assert known is not None and known.note == room.lost[0][1], "its operator reads why"
     await quiet.join()
     assert room.states()["quiet"] == "serving"
 

@@ -356,6 +356,7 @@ class Fleet:
             return
         served = self._clock.monotonic() - worker.serving_since if worker.serving_since else 0.0
         if worker.state == "suspect":
+            worker.status_message = reason
             self.losses += 1
             log.warning("worker %s is suspect: %s", worker.name, reason, extra=_extra(worker))
             self.emit(WorkerSuspect(self._clock.time(), worker, reason, served))
