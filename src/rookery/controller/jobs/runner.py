@@ -264,9 +264,10 @@ class JobRunner:
                 await asyncio.shield(
                     self._context.store.write(jobs.save_counters, self.row.id, counters, self.job.rng())
                 )
-        except Exception:  # tolerable: counters and wall time are then those of the last commit
+        except Exception as error:  # tolerable: counters and wall time are then those of the last commit
+            known = isinstance(error, RookeryError)  # such as an outage
             extra = {"tenant": self.row.tenant, "job": self.row.id}
-            log.exception("counters of job %s are not saved", self.row.id, extra=extra)
+            log.warning("counters of job %s are not saved: %s", self.row.id, error, exc_info=not known, extra=extra)
 
 
 def _first(error: BaseException) -> BaseException:
