@@ -19,7 +19,10 @@ def test_verdicts_are_of_the_parts_that_were_measured() -> None:
     assert figures({}).verdicts == []
     cells = {task: {str(n): 1.0 + n for n in SIBLINGS} for task in TASKS}
     cells |= {f"JSON {rows}": {"off": [10.0], "on": [12.0], "acceptance": 0.5, "drafts": 1.0} for rows in ROWS}
-    verdicts = {verdict.target: verdict.met for verdict in figures(cells).verdicts}
+    cells["JSON 8"]["again"] = [9.5]
+    found = figures(cells)
+    assert {verdict.why for verdict in found.verdicts} == {"", "a second engine without drafts: 0.95 to 0.95 x"}
+    verdicts = {verdict.target: verdict.met for verdict in found.verdicts}
     assert verdicts["JSON, up to 4 rows: >= 1.3 x"] is False
     assert verdicts["JSON, up to 64 rows: >= 0.99 x"] is True
     assert verdicts["tokens per forward rise with siblings, arithmetic"] is True
