@@ -19,7 +19,11 @@ from rookery.environments.base import Reply
 
 
 def right(completion: Any, answer: str) -> float:
-    return float(completion[-1]["content"] == answer)
+    return float(completion[-1].content == answer)
+
+
+def known(info: dict[str, Any], prompt: Any) -> float:
+    return float(info["known"] and prompt[0].role == "system")
 
 
 async def half() -> float:
@@ -32,8 +36,8 @@ def main() -> None:
     ]
     names: dict[str, Any] = {"rookery": rookery, "vf": vf}
     exec(shown, names)
-    rubric = vf.Rubric(funcs=[right, half], weights=[1.0, 0.5])
-    rows = Dataset.from_list([{"question": "1+1?", "answer": "2"}] * 3)
+    rubric = vf.Rubric(funcs=[right, known, half], weights=[1.0, 1.0, 0.5])
+    rows = Dataset.from_list([{"question": "1+1?", "answer": "2", "info": '{"known": true}'}] * 3)
     made = names["Old"](vf.SingleTurnEnv(dataset=rows, rubric=rubric, system_prompt="Be short."))
     episode = made.for_episode()
     episode.prompt, *_ = made.prompts("train")

@@ -133,7 +133,7 @@ class TestReal:
         assert ran.returncode == 0, ran.stderr[-3000:]
         found = json.loads(ran.stdout.splitlines()[-1])
         assert [one["role"] for one in found["first"]] == ["system", "user"]
-        assert found["done"] and found["reward"] == 1.25 and found["metrics"]["right"] == 1
+        assert found["done"] and found["reward"] == 2.25 and found["metrics"]["known"] == 1
 
 
 class Tokens(Environment):
