@@ -30,6 +30,7 @@ from rookery.environments.jsonl import UNREAD, Jsonl, JsonlOptions, read_jsonl
 from rookery.environments.messages import MessageRefused, conversation
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE, ReasoningGym, ReasoningGymOptions
 from rookery.environments.verifiers.pool import LITERAL, restored, stored
+from rookery.environments.verifiers.verifiers import VERIFIERS
 from rookery.errors import UserError
 
 ROWS = [{"prompt": f"{number} + 1 = ?", "answer": number + 1} for number in range(10)]
@@ -73,7 +74,7 @@ def test_jsonl_asks_a_judge_about_the_reply() -> None:
                 "I give this 3 points out of 4": 0.75, "3 (4 is perfect)": 0.75, "Score: 3\nIn 2024 ...": 0.75,
                 "My rating: **3**. It misses 1 point.": 0.75, "The score is 3 because 1+1=2": 0.75,
                 "Score: 3\nConfidence: 90%": 0.75, "A perfect score is 4, this one is 3": 0.75,
-                "1. It is clear.\n2. I give 3": 0.75, "Score: 1\nTotal: 2": 0.5,
+                "1. It is clear.\n2. I give 3": 0.75, "Score: 1\nTotal: 2": 0.5, "# 3\n\nLine 2 is good": 0.75,
                 '{"score": 3, "errors": 2}': 0.75, '{"errors": 2, "Score": "3"}': 0.75, '{"score": 3}\nIt has 2': 0.75,
                 '{"score": "3/4", "errors": 2}': 0.75, '{"errors": 3}': 0.75}  # fmt: skip
     answers = [("3", 0.75, 0.0), ("0", 0.0, 0.0), ("4", 1.0, 0.0)]
@@ -98,6 +99,8 @@ def test_jsonl_asks_a_judge_about_the_reply() -> None:
         assert (asked.policy, asked.done, asked.reward) == ("critic", False, 0.0)
         judged = environment.step(Reply(text=said, tokens=[1], messages=[], turn=1, finish=finish))
         assert (judged.done, judged.reward, judged.metrics) == (True, reward, {"unjudged": unjudged}), said
+    large = VERIFIERS["judge"].model_validate({**verifier, "scale": 2e6})
+    assert large.score("500000/2000000, as 9 are missing", row)[0] == 0.25
 
 
 @pytest.mark.parametrize(

@@ -543,7 +543,7 @@ _ENDS_WITH_NUMBER = re.compile(r"[:\n][\s*_(\[]{0,8}[0-9]+(?:[.,][0-9]+)?[\s*_)\
 """The end of an answer whose last number stands before an earlier score: other text after a score explains it."""
 
 _NAMED_SCORE = re.compile(
-    r"(?:\A[\s*_]{0,8}|(?:\A|(?<=[\n.!?]))[\s*_#>-]{0,8}(?:(?:my|the|final|overall|total) ){0,2}"
+    r"(?:\A[\s*_#>]{0,8}|(?:\A|(?<=[\n.!?]))[\s*_#>-]{0,8}(?:(?:my|the|final|overall|total) ){0,2}"
     r"(?:score|rating|grade|mark)[\s*_]{0,4}(?P<named>:|=|is\b)[\s*_(\[]{0,8})"
     r"\d+(?:[.,]\d+)?[*_)\]]{0,4}"
     r"(?=\s*\n|\s*\((?!\s*(?:out )?of)|\s+(?:because|since)\b|(?(named)[.,;]\s|(?!)))",
@@ -635,7 +635,7 @@ class Judge(AnyVerifier):
             named = [plain_number(value) if isinstance(value, str) else decimal_of(value) for value in given]
             if len(named) == 1 and named[0] is not None:
                 return named[0]
-        scale = re.escape(f"{self.scale:g}") + r"(?:\.0+)?"
+        scale = re.escape(f"{Decimal(repr(self.scale)).normalize():f}") + r"(?:\.0+)?"
         between = r"(?:\(?(?:/|of)|(?:[A-Za-z]{1,12}[*_\s]{1,4})?\(?out of)"
         scored = rf"(\d)[*_)\]\s]{{0,8}}{between}[*_\s]{{0,8}}{scale}(?![.,]?\d)"  # 8/10, 8 points out of 10
         text = re.sub(scored, "\\1\0\n", text.replace("\0", " "))
