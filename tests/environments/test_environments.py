@@ -238,6 +238,17 @@ def test_a_system_text_that_no_model_reads_is_refused(verifier: Any, reads: bool
         find("jsonl").validate_options({"rows": [row], "verifier": verifier})
 
 
+@pytest.mark.parametrize("name", ["instruction", "input", "context", "history"])
+def test_a_part_of_the_question_that_no_message_has_is_refused(name: str) -> None:
+    """It may be there twice, be read by the verifier, or be no text."""
+    asks = {"name": "judge", "policy": "critic", "prompt": f"Is it right for {{{name}}}?"}
+    for prompt, value, verifier in (("Sum: 1\n2", "1 2", "exact"), ("Sum", "1 2", asks), ("Sum", 12, "exact")):
+        rows = [{"prompt": prompt, name: value, "answer": "3"}]
+        find("jsonl").validate_options({"rows": rows, "verifier": verifier})
+    with pytest.raises(UserError, match=f'row 1: {name} is "1 2", but no message has it; write it into the prompt'):
+        find("jsonl").validate_options({"rows": [{"prompt": "Sum", name: "1 2", "answer": "3"}], "verifier": "exact"})
+
+
 def test_rows_leave_room_for_what_a_judge_reads() -> None:
     """A task of an agent, and a conversation to learn from, are no answer of an environment: they may be longer."""
     rows = [{"messages": [user("a")] * count, "answer": "b"} for count in (253, 254)]

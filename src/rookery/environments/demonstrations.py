@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from rookery.environments.base import Reply, Step
-from rookery.environments.jsonl import NO_MESSAGE, UNREAD, FileOptions, RowFiles, check_row, field_names
+from rookery.environments.jsonl import (
+    NO_MESSAGE,
+    QUESTION_PARTS,
+    UNREAD,
+    FileOptions,
+    RowFiles,
+    check_row,
+    field_names,
+    left_out,
+)
 from rookery.environments.jsonl_rows import scan
 from rookery.environments.messages import form_of, offered_tools, refuse_as_text, shown, with_calls
 from rookery.environments.search import check_text
@@ -117,6 +126,8 @@ def demonstration(row: Mapping[str, Any]) -> Demonstration:
         raise ValueError(
             f"more than {MOST_TURNS} turns of the assistant are learned; divide the conversation into rows"
         )
+    if left := left_out(row, messages, QUESTION_PARTS):
+        raise ValueError(left)
     if not any(weights):
         raise ValueError("no turn of the assistant with a weight above 0; give one, or leave the row out")
     return Demonstration(messages, weights, offered_tools(row.get("tools")))
@@ -144,6 +155,8 @@ def preference(row: Mapping[str, Any]) -> Preference:
     made = sum(len(message.get("tool_calls", ())) for message in prompt)
     chosen, rejected = (_reply(reply, name, made) for reply, name in zip(replies, names[1:], strict=True))
     _refuse_better_rejected(row)
+    if left := left_out(row, prompt, QUESTION_PARTS):
+        raise ValueError(left)
     if chosen == rejected:
         raise ValueError(f"{names[1]} and {names[2]} are the same; give two different replies, or leave the row out")
     return Preference(prompt, chosen, rejected, tools)

@@ -50,6 +50,9 @@ NO_MESSAGE = dict.fromkeys(
 )
 """Further such fields; a verifier may read them."""
 
+QUESTION_PARTS = ("instruction", "input", "context", "history")
+"""Fields that hold a part of the question in rows of others, such as Alpaca's; a verifier may read them."""
+
 MOST_TOOLS = 8
 """Most tools of an environment."""
 
@@ -360,13 +363,36 @@ def _refuse_unread(row: Mapping[str, Any], where: str, fields: Mapping[str, str]
             raise UserError(f"{where}: {unread} is {shown(row[unread])}, but {remedy}")
 
 
+def left_out(row: Mapping[str, Any], messages: Iterable[Mapping[str, Any]], names: Iterable[str]) -> str:
+    """The first of the fields ``names`` with a text that no message has, and what to do, in one line; empty without
+    one."""
+    given = [(name, row[name]) for name in names if row.get(name) and not isinstance(row[name], Mapping)]
+    read = " ".join(visible(readable(message)["content"]) for message in messages) if given else ""
+    for name, value in given:
+        if any(visible(text) not in read for text in _texts(value)):
+            return f"{name} is {shown(value)}, but no message has it; write it into the prompt, or leave it out"
+    return ""
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
+
+
 def _check_asked(verifier: Verifier, row: Any, where: str) -> None:
     """As :func:`check_row`, for a row whose messages are an environment's answer, and those that a judge reads, with
     fields for the ``verifier``."""
     check_row(row, where)
     _refuse_unread(row, where, {name: why for name, why in NO_MESSAGE.items() if not verifier.may_read(name)})
-    if (count := len(messages_of(row))) > MOST_ASKED:
-        raise UserError(f"{where} has {count_of(count, 'message')}; give at most {MOST_ASKED}")
+    messages = messages_of(row)
+    if left := left_out(row, messages, (name for name in QUESTION_PARTS if not verifier.may_read(name))):
+        raise UserError(f"{where}: {left}")
+    if len(messages) > MOST_ASKED:
+        raise UserError(f"{where} has {count_of(len(messages), 'message')}; give at most {MOST_ASKED}")
 
 
 def _rows(
