@@ -35,6 +35,9 @@ PORTION_SECONDS = 0.005
 """Seconds of the event loop after which a long computation lets other tasks run."""
 
 
+RESTART_SECONDS = 1.0
+"""Pause of a background task after an error."""
+
 END_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 """Signals that ask a program to end: Ctrl-C, an init system, a terminal that closes."""
 
@@ -51,14 +54,14 @@ INTERRUPTED = 130
 """Exit code of a process that ends by SIGINT: that of a shell."""
 
 
-async def restarting(work: Callable[[], Coroutine[Any, Any, None]], clock: Clock, pause: float = 1.0) -> None:
+async def restarting(work: Callable[[], Coroutine[Any, Any, None]], clock: Clock) -> None:
     """``work()``, which runs until it is cancelled; again after an error, such as that no memory was left."""
     while True:
         try:
             await work()
         except Exception:
             log.exception("%s failed and starts again", getattr(work, "__qualname__", work))
-        await clock.sleep(pause)
+        await clock.sleep(RESTART_SECONDS)
 
 
 def end_signals() -> list[signal.Signals]:

@@ -32,6 +32,9 @@ READER_GONE = 1
 PIPED_WIDTH = 160
 """Columns of a table that is not shown on a terminal."""
 
+NAME_WIDTH = 28
+"""Columns of the names of fields."""
+
 SIMILAR = {
     "…": "...", "–": "-", "—": "-", "−": "-", "→": "->", "±": "+/-", "·": "-", "─": "-", "≤": "<=", "≥": ">=",
     "‘": "'", "’": "'", "“": '"', "”": '"', "\u00a0": " ", "\u202f": " ",
@@ -179,8 +182,8 @@ class _VisibleTexts(RenderHook):
         return [_Visible(renderable) for renderable in renderables]
 
 
-def fields(lines: Mapping[str, Any] | Iterable[tuple[str, Any]], width: int = 28) -> None:
+def fields(lines: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
     """Print ``name value`` lines of a single thing, without those that are empty."""
     for name, value in lines.items() if isinstance(lines, Mapping) else lines:
         if value not in ("", None):
-            show(f"{name:<{width}} {printable(str(value))}")
+            show(f"{name:<{NAME_WIDTH}} {printable(str(value))}")

@@ -137,7 +137,7 @@ class Controller:
                 lambda owner: store.read(jobs.unfinished_job_ids, owner),
                 Agents(clock, options.random_bytes, lambda episode: store.read(jobs.find_episode, episode)),
             ),
-            usage=UsageMeter(settings, clock, store, quotas),
+            usage=UsageMeter(clock, store, quotas),
             models=ModelUse(
                 settings,
                 clock,

@@ -22,7 +22,6 @@ from rookery.controller.rollout.request import SamplingRequest
 from rookery.controller.views import CostView, FleetCost
 from rookery.errors import RookeryError
 from rookery.scheduling.usage import HOUR, Interval, Kind, Usage, UsageRecord, WorkerMeter
-from rookery.settings import Settings
 from rookery.storage.repositories import tenants
 from rookery.storage.repositories.tenants import TENANT_TOTAL
 from rookery.storage.store import Store
@@ -54,13 +53,7 @@ FLUSH_SECONDS = 30.0
 class UsageMeter:
     """The counters of every tenant and of the open jobs, and the fleet's."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        clock: Clock,
-        store: Store,
-        quotas: Quotas,
-    ) -> None:
+    def __init__(self, clock: Clock, store: Store, quotas: Quotas) -> None:
         """``quotas`` learns of the tokens of each tenant."""
         self._quotas = quotas
         self._clock = clock

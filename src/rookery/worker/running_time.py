@@ -23,11 +23,8 @@ base model is loaded."""
 class RunningTime:
     """Any thread may read it."""
 
-    def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, *, stopped_seconds: float = STOPPED_SECONDS
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._stopped_seconds = stopped_seconds
         self._lock = threading.Lock()
         self._read_at = clock()
         self._lost = 0.0
@@ -47,7 +44,7 @@ class RunningTime:
         with self._lock:
             now = self._clock()
             gap, self._read_at = now - self._read_at, now
-            if self._watched and gap > self._stopped_seconds:
+            if self._watched and gap > STOPPED_SECONDS:
                 self._lost += gap
             return now - self._lost
 
