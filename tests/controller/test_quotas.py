@@ -182,7 +182,7 @@ async def test_a_waiting_job_takes_the_memory_of_its_text(service: Service) -> N
     await join(service)
     submitted = [(await service.controller.submit("alice", job_of()))[0].id for _ in range(2)]
     row = service.database.read(jobs.get_job, "alice", submitted[1])
-    [waiting] = service.controller.jobs.waiting_of("alice")
+    [waiting] = service.controller.jobs.waiting.of(tenant="alice")
     assert columns(waiting.row) == columns(row)
     large = replace(row, spec={**row.spec, "environment": {**row.spec["environment"], "x": [[] for _ in range(10**5)]}})
     tracemalloc.start()
@@ -592,7 +592,7 @@ async def stored_adapters(service: Service) -> int:
 
 
 async def waiting_jobs(service: Service) -> int:
-    return len(service.controller.jobs.waiting_of("alice"))
+    return len(service.controller.jobs.waiting.of(tenant="alice"))
 
 
 async def generations(service: Service) -> int:

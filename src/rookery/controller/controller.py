@@ -348,7 +348,7 @@ class Controller:
         known = None if key is None else await self.context.store.read(jobs.keyed_job, tenant, key)
         try:
             if known is None:
-                with self.context.rooms.quotas.queueing(tenant, len(self.jobs.waiting_of(tenant))):
+                with self.context.rooms.quotas.queueing(tenant, len(self.jobs.waiting.of(tenant=tenant))):
                     row, created = await self._store_job(tenant, data, key)
             else:
                 row, created = await self._store_job(tenant, data, key, known)
@@ -489,7 +489,7 @@ class Controller:
                 return
             if not by_itself:
                 self.admission.hold(job, 0.0)
-            with self.context.rooms.quotas.queueing(tenant, len(self.jobs.waiting_of(tenant))):
+            with self.context.rooms.quotas.queueing(tenant, len(self.jobs.waiting.of(tenant=tenant))):
                 await self._resume(row, by_itself)
 
     async def _resume(self, row: JobRow, by_itself: bool) -> None:

@@ -56,7 +56,7 @@ class Builtin:
     id: str
     environment: type[Environment]
     options: type[BaseModel]
-    require: Callable[[], None] | None = None
+    require: Callable[[], object] | None = None
     """Set for an environment whose constructor runs another library, which may take minutes and gigabytes: raises
     :class:`UserError` if the library is not installed. Such an environment is built in a host only."""
 
@@ -102,16 +102,6 @@ class Builtin:
         return build(self.check(options))
 
 
-def require_installed() -> None:
-    """Raises :class:`UserError` where the administrator has not set up verifiers."""
-    require_verifiers()
-
-
-def require_named_games() -> None:
-    """Raises :class:`UserError` where the administrator has not set up games."""
-    require_games()
-
-
 BUILTINS: dict[str, Builtin] = {
     built.id: built
     for built in (
@@ -120,9 +110,9 @@ BUILTINS: dict[str, Builtin] = {
         Builtin("calculator", Calculator, CalculatorOptions),
         Builtin("xrouter", XRouter, XRouterOptions),
         Builtin("openenv", OpenEnv, OpenEnvOptions),
-        Builtin("verifiers", Verifiers, VerifiersOptions, require_installed),
-        Builtin("gymnasium", Game, GymnasiumOptions, require_named_games),
-        Builtin("textarena", Game, TextArenaOptions, require_named_games),
+        Builtin("verifiers", Verifiers, VerifiersOptions, require_verifiers),
+        Builtin("gymnasium", Game, GymnasiumOptions, require_games),
+        Builtin("textarena", Game, TextArenaOptions, require_games),
         Builtin("reasoning-gym", ReasoningGym, ReasoningGymOptions, require_library),
         Builtin("demonstrations", Demonstrations, DemonstrationsOptions),
         Builtin("preferences", Preferences, PreferencesOptions),

@@ -27,7 +27,7 @@ class JobAdmission:
         """The waiting jobs of the tenant that may start now, the first to come first; they wait no longer."""
         admitted: list[JobRow] = []
         models, running = self._quotas.models(tenant), self._running(tenant)
-        for job in self._jobs.waiting_of(tenant):
+        for job in self._jobs.waiting.of(tenant=tenant):
             if not self._obstacle(job, models, running):
                 del self._jobs.waiting[job.id]
                 admitted.append(job.row)
@@ -42,7 +42,7 @@ class JobAdmission:
     def waits_for(self, job: WaitingJob) -> str:
         """Why a waiting job may not start, and its position."""
         obstacle = self._obstacle(job, self._quotas.models(job.tenant), self._running(job.tenant))
-        position = self._jobs.waiting_of(job.tenant).index(job) + 1
+        position = self._jobs.waiting.of(tenant=job.tenant).index(job) + 1
         return f"{obstacle or 'its turn'} (place {position})"
 
     def _obstacle(self, job: WaitingJob, models: set[str], running: list[int]) -> str:

@@ -93,10 +93,6 @@ class JobRegistry:
             return contextlib.nullcontext()
         return versions.using(ref.version)
 
-    def waiting_of(self, tenant: str) -> list[WaitingJob]:
-        """The tenant's jobs in :attr:`waiting`, in order."""
-        return self.waiting.of(tenant=tenant)
-
     def signal(self, job: str) -> Signal:
         """Notified when the job's state or metrics changed. Kept while somebody holds it."""
         return self._signals.setdefault(job, Signal())

@@ -16,7 +16,7 @@ import re
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
@@ -48,7 +48,6 @@ log = logging.getLogger("rookery.environments")
 
 Row = Mapping[str, Any]
 Score = tuple[float, dict[str, float]]
-ScoreFunction = Callable[[str, Row], Score]
 
 REGEX_SECONDS = 1.0
 """Longest search for a pattern in one reply; an honest one takes microseconds."""

@@ -122,7 +122,7 @@ async def account(service: Service, owner: Owner) -> AccountView:
     adapters, size = await context.store.read(tenants.stored, owner.id)
     used = {
         "jobs": service.controller.jobs.runners.count(tenant=owner.id),
-        "waiting_jobs": len(service.controller.jobs.waiting_of(owner.id)),
+        "waiting_jobs": len(service.controller.jobs.waiting.of(tenant=owner.id)),
         "requests": view["requests"], "tokens_per_day": view["tokens_today"], "adapters": adapters, "bytes": size,
         "models": len(service.controller.jobs.models(owner.id)),
         "database_bytes": await context.store.read(tenants.database_bytes, owner.id),
