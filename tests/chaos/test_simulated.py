@@ -21,13 +21,14 @@ TRIES = 8
 @pytest.mark.parametrize(
     ("seed", "changes"),
     [
-        (1, {"workers": 20, "jobs": 6, "preemptions": 150}),
+        (1, {"preemptions": 60}),
+        pytest.param(1, {"workers": 20, "jobs": 6, "preemptions": 150}, marks=pytest.mark.heavy),
         pytest.param(2, {"seeding": True}, marks=pytest.mark.heavy),
         (3, {"commit_deaths": 0.3, "database_failures": 0.01, "phase_deaths": 0.1}),
         pytest.param(4, {"half_opens": 0.05, "freezes": 0.02, "slow_latency": 4.0}, marks=pytest.mark.heavy),
         pytest.param(25, {"lifetime": 8.0, "restart_every": 20.0}, marks=pytest.mark.heavy),
     ],
-    ids=["mixed", "seeding", "commits", "silence", "restarts"],
+    ids=["mixed", "many", "seeding", "commits", "silence", "restarts"],
 )
 def test_promises_hold_under_faults(seed: int, changes: dict[str, Any]) -> None:
     plan = replace(SMALL, seed=seed, **changes)

@@ -191,7 +191,7 @@ async def test_a_built_in_environment_that_nothing_uses_is_dropped(monkeypatch: 
 
     def alive() -> int:
         gc.collect()
-        return sum(isinstance(one, Jsonl) for one in gc.get_objects())
+        return sum(type(one) is Jsonl for one in gc.get_objects())
 
     before = alive()
     async with hosting(jsonl=BUILTINS["jsonl"], counted=Counted) as controller:
