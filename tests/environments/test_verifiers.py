@@ -13,7 +13,7 @@ import time
 import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from decimal import Decimal
 from pathlib import Path
 from subprocess import PIPE
@@ -31,7 +31,7 @@ from rookery.environments.builtins import find
 from rookery.environments.verifiers import pool
 from rookery.environments.verifiers.expressions import reply_latex
 from rookery.environments.verifiers.texts import folded
-from rookery.environments.verifiers.verifiers import VERIFIERS, Exact, Json, Math, Number, Regex
+from rookery.environments.verifiers.verifiers import VERIFIERS, Exact, Json, Number, Regex
 from rookery.errors import UserError
 
 
@@ -410,7 +410,7 @@ def test_long_replies_are_written_in_linear_time(part: str) -> None:
 
 @needs_math
 def test_answers_that_math_verify_cannot_read_are_refused_with_their_row() -> None:
-    verifier = VERIFIERS["math"].model_validate({})
+    verifier = MATH
     for answer in (None, True, [1], {}, "", "  ", "101_2", "12:30", "2024-01-02", "1.2.3", "5 million", "5th", "5 6",
                    "3\N{EN DASH}5", r"\boxed{}", "1/2/3", "x" * 20_000, "10_2", "0x1F", "2 hours 30 minutes",
                    "5 feet 3 inches", "3 quarters", "2 tenths", "10 choose 3", "5 squared"):  # fmt: skip
@@ -464,7 +464,7 @@ def test_a_number_as_the_answer_is_right_when_written_as_decimal(value: float) -
 
 @needs_math
 def test_math() -> None:
-    verifier = VERIFIERS["math"].model_validate({})
+    verifier = MATH
     assert verifier.score("I think it is 0.5", {"answer": r"\frac{1}{2}"})[0] == 1
     assert verifier.score(r"so \boxed{2\sqrt{2}}", {"answer": r"$\sqrt{8}$"})[0] == 1
     assert verifier.score("a line of words", {"answer": 3})[0] == 0
@@ -495,30 +495,24 @@ def ours() -> Callable[[], set[int]]:
 MATH = VERIFIERS["math"].model_validate({}) if importlib.util.find_spec("math_verify") else None
 
 
-def judge() -> Callable[[str, str], bool | None]:
-    """Whether a reply equals an answer; None for an unjudged one. All calls share the processes."""
-    verifier = Math()
-
-    def same(reply: str, expected: str) -> bool | None:
-        _, metrics = verifier.score(reply, {"answer": expected})
-        return None if metrics["unjudged"] else bool(metrics["right"])
-
-    return same
-
-
 @needs_math
 def test_replies_that_run_away_delay_no_other_and_cost_no_import(ours: Callable[[], set[int]]) -> None:
-    same = judge()
-    with ThreadPoolExecutor() as threads:
+    with closing(pool.VerifierPool("math", limit=1.0, children=2)) as math, ThreadPoolExecutor() as threads:
+
+        def same(reply: str, expected: str) -> bool:
+            return bool(math.score({"reply": reply, "expected": expected}))
+
+        assert list(threads.map(same, ["2", "3"], ["2", "2"])) == [True, False]
+        before = ours()
         late = threads.submit(same, RUNS_AWAY, "2")
-        until(ours)
+        until(late.running)
         assert same("2", "2") is True
         assert not late.done(), "the honest reply waited for the other"
-        before = ours()
-        assert late.result() is None
+        with pytest.raises(pool.VerifierTimeout):
+            late.result()
         many = threads.map(same, ["1", "2", "3", "4"], ["1", "1", "3", "3"])
         assert list(many) == [True, False, True, False]
-        assert before <= ours() and len(ours()) <= pool.MAX_CHILDREN
+        assert len(before) == 2 and ours() == before
 
 
 @needs_math
@@ -537,10 +531,10 @@ def test_no_process_outlives_the_one_that_asked(end: str) -> None:
     """Not even with a judgement under way."""
     program = f"""
 import os, signal, sys, threading, time
-from rookery.environments.verifiers.verifiers import Math
-math = Math()
-math.score("2", {{"answer": "2"}})
-threading.Thread(target=math.score, args=({RUNS_AWAY!r}, {{"answer": "2"}}), daemon=True).start()
+from rookery.environments.verifiers.pool import VerifierPool
+math = VerifierPool("math", limit=2.0)
+math.score({{"reply": "2", "expected": "2"}})
+threading.Thread(target=math.score, args=({{"reply": {RUNS_AWAY!r}, "expected": "2"}},), daemon=True).start()
 print(os.getpid(), flush=True)
 sys.stdin.readline()
 {end}

@@ -212,7 +212,7 @@ def test_training_is_the_same_bits_by_any_number_of_threads(
     assert_equal(by_threads(work.compute))
 
 
-@pytest.mark.parametrize("tokens", [127, 128, 1024, 2048])
+@pytest.mark.parametrize("tokens", [127, 128, 2048])
 @pytest.mark.parametrize("name", ["llama", "many heads of queries"])
 def test_long_texts_are_the_same_bits_by_any_number_of_threads(tmp_path: Path, name: str, tokens: int) -> None:
     """Sums over the tokens of one text, whose length is a power of two: oneDNN may give each thread a part."""
