@@ -45,6 +45,13 @@ def mean(values: Sequence[float]) -> Mean:
     return Mean(statistics.fmean(values), error, len(values))
 
 
+def alternated(ratios: Sequence[float]) -> float:
+    """Of two arms that are measured in turns, one of them first in every other turn: the mean of the medians of both
+    orders. What comes second may be slower by itself; with an odd number of turns, the median of all would be of the
+    order that is there once more."""
+    return statistics.geometric_mean(statistics.median(ratios[at::2]) for at in range(min(2, len(ratios))))
+
+
 def t_quantile(probability: float, freedom: float) -> float:
     """The ``probability`` quantile of Student's t with ``freedom`` degrees of freedom."""
     return float(stats.t.ppf(probability, freedom))

@@ -3,7 +3,7 @@
 On the real model, without adapters, at temperature 0.7 (untrained, it writes little JSON at 1), with the runner that
 workers have here by default. *Tokens per forward*: the last of n + 1 requests of a group, after its siblings have
 ended, with eight draft tokens always. *Tokens per second*: groups of eight through engines that have so many rows, with
-drafts and without in turns, after a turn that does not count; the gain is the median of the turns' ratios, and every
+drafts and without in turns, after a turn that does not count; the gain is that of both orders of the two, and every
 pair of texts is compared, bit for bit. A second engine without drafts shows by how much equal ones differ. *Budget*:
 ``draft_budget`` with the times of steps measured here, and with those of a curve like a GPU's, against fixed lengths.
 Pieces that are there are not measured again."""
@@ -26,6 +26,7 @@ import torch
 from benchmarks.lib.bars import shown
 from benchmarks.lib.cells import Cell, Cells, table
 from benchmarks.lib.harness import Result, options
+from benchmarks.lib.intervals import alternated
 from benchmarks.lib.model import chat_ids, ours
 from benchmarks.lib.workload import lists, stories, sums
 
@@ -183,8 +184,8 @@ def budgets(times: Cell) -> list[list[Any]]:
 
 
 def _gain(cell: Cell, arm: str = "on") -> float:
-    """Of drafts, as the median of the turns' ratios; or of another engine without drafts."""
-    return statistics.median(on / off for off, on in zip(cell["off"], cell[arm], strict=True))
+    """Of drafts, or of another engine without them."""
+    return alternated([on / off for off, on in zip(cell["off"], cell[arm], strict=True)])
 
 
 def figures(cells: Mapping[str, Cell]) -> Result:

@@ -15,7 +15,7 @@ from benchmarks.jobs.agentic_figures import figures
 from benchmarks.lib import ages, harness, pages, plots, report
 from benchmarks.lib.cells import Cells
 from benchmarks.lib.harness import Result, ResultFolders, Row
-from benchmarks.lib.intervals import paired, t_quantile, welch
+from benchmarks.lib.intervals import alternated, paired, t_quantile, welch
 from benchmarks.lib.plots import FOLDER, draw
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,6 +60,13 @@ def test_a_shift_shifts_the_interval(first: list[float], second: list[float], sh
 def test_one_run_is_not_significant() -> None:
     assert welch([1.0], [2.0, 3.0]).null
     assert paired([5.0]).null
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 5, 8])
+def test_order_within_a_turn_decides_no_comparison(turns: int) -> None:
+    """It takes a fortieth longer; in one turn alone that cannot be told from a difference."""
+    ratios = [1.1 * 1.025 ** (-1) ** turn for turn in range(turns)]
+    assert alternated(ratios) == pytest.approx(1.1 if turns > 1 else 1.1 * 1.025)
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
