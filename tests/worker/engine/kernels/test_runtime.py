@@ -7,10 +7,12 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from tests.support.disks import small_files
 
 from rookery.worker.engine.native.kernels import runtime
 
@@ -87,8 +89,9 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(runtime.why_unavailable()), reason=runtime.why_unavailable())
+@pytest.mark.parametrize("full", [False, True])
 def test_cache_that_cannot_be_written_costs_time_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    full: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     from rookery.worker.engine.native.kernels import vec
@@ -100,8 +103,9 @@ def test_cache_that_cannot_be_written_costs_time_only(
     blocked = tmp_path / "file"
     blocked.write_text("")
     kernel, out = runtime.Kernel(write), torch.zeros(1, dtype=torch.int64)
-    with caplog.at_level(logging.WARNING, logger="rookery.kernels"):
-        runtime.load([kernel], blocked / "cache")
+    disk = small_files(1) if full else nullcontext()
+    with caplog.at_level(logging.WARNING, logger="rookery.kernels"), disk:
+        runtime.load([kernel], tmp_path if full else blocked / "cache")
     assert "compiled at every start" in caplog.text
     kernel(runtime.Arguments().tensor(out, torch.int64, 1))
     assert out.item() == 7

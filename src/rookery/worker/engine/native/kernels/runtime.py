@@ -184,14 +184,22 @@ def load(kernels: Sequence[Kernel], folder: Path | None) -> None:
     kernels = [kernel for kernel in kernels if not kernel.compiled]
     if not kernels:
         return
-    from rookery.worker.engine.native.kernels import product
-
     start = time.perf_counter()
     with _numba_cache(folder) as cached:
-        product.compile_product(cached=cached)
-        for kernel in kernels:
-            kernel.compile(cached=cached)
+        try:
+            _compile(kernels, cached=cached)
+        except OSError as error:  # its disk is full: a new file could be made, and not written
+            log.warning("kernels are compiled at every start: %s", error)
+            _compile(kernels, cached=False)
     log.info("kernels loaded in %.1f s", time.perf_counter() - start)
+
+
+def _compile(kernels: Sequence[Kernel], *, cached: bool) -> None:
+    from rookery.worker.engine.native.kernels import product
+
+    product.compile_product(cached=cached)
+    for kernel in kernels:
+        kernel.compile(cached=cached)
 
 
 @contextmanager
