@@ -603,8 +603,14 @@ def test_events_and_alarms_of_a_run_are_shown(page: Any, town: Town) -> None:
 
 def test_searched_markup_is_shown_as_text(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
-    page.fill("[type=search]", MARKUP)
+    page.click("nav >> text=Usage")
+    page.click("nav >> text=Runs")
+    for text in ("su", MARKUP):
+        page.fill("[type=search]", text)
+        page.wait_for_url(lambda url: "text=" in url)
     page.wait_for_selector("text=No run is like that.")
+    page.go_back()
+    page.wait_for_selector("h1 >> text=Usage")
 
 
 # --- for everyone -----------------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ const SORTED = { created: "Submitted", name: "Run", state: "State", step: "Step"
 export function Runs({ query, account }) {
   const [chosen, setChosen] = useState([]), [text, setText] = useState(query.text ?? "");
   const order = query.order ?? "created", descending = query.descending !== "false", offset = Number(query.offset ?? 0);
-  const go = (change) => { location.hash = route(["runs"], { ...query, offset: "", ...change }); };
+  const to = (change) => route(["runs"], { ...query, offset: "", ...change }), go = (change) => { location.hash = to(change); };
   useEffect(() => {
     if (text === (query.text ?? "")) return undefined;
-    const timer = setTimeout(() => go({ text }), 300);
+    const timer = setTimeout(() => location.replace(to({ text })), 300); // the way back passes no half of a word
     return () => clearTimeout(timer);
   }, [text, location.hash]);
   useEffect(() => setText(query.text ?? ""), [query.text]); // a link or the way back changes it, too
