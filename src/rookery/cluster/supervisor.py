@@ -226,6 +226,7 @@ class Supervisor:
 
     async def _live(self, child: Child, path: Path) -> int:
         """Run a child until it ends. Returns its exit code, negative for a signal."""
+        path.parent.mkdir(exist_ok=True)  # somebody may have deleted it
         _rotate(path)
         process = await self._spawn(child, path)
         self._processes[child] = process
