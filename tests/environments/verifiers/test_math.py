@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rookery.environments.verifiers.verifiers import VERIFIERS
+from rookery.environments.verifiers.verifiers import VERIFIERS, AnyVerifier
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="the math extra is not installed"
@@ -759,22 +759,25 @@ REFUSED = ["", " ", "12:30", "2024-01-02", "5 million", "1.2.3", "3–5", "?", "
 """Answers with which no reply could be compared."""
 
 
+@pytest.fixture(scope="module")
+def verifier() -> AnyVerifier:
+    """One for all tests: its process imports math-verify, which takes longer than a hundred comparisons."""
+    return VERIFIERS["math"].model_validate({})
+
+
 @pytest.mark.parametrize("cases", [*KINDS.values(), MATHEMATICS], ids=[*KINDS, "as people write"])
-def test_answers_by_kind(cases: list[Case]) -> None:
-    verifier = VERIFIERS["math"].model_validate({})
+def test_answers_by_kind(verifier: AnyVerifier, cases: list[Case]) -> None:
     found = [(answer, reply, verifier.score(reply, {"answer": answer})[0]) for answer, reply, _ in cases]
     assert [case for case in found if case not in cases] == []
 
 
 @pytest.mark.parametrize("answer", REFUSED)
-def test_an_answer_that_no_reply_can_be_compared_with_is_refused(answer: str) -> None:
-    verifier = VERIFIERS["math"].model_validate({})
+def test_an_answer_that_no_reply_can_be_compared_with_is_refused(verifier: AnyVerifier, answer: str) -> None:
     assert verifier.first_unfit([{"answer": answer}]) or verifier.first_unread([{"answer": answer}])
 
 
-def test_an_answer_earns_with_itself() -> None:
+def test_an_answer_earns_with_itself(verifier: AnyVerifier) -> None:
     """In a box, and with another answer of its kind never."""
-    verifier = VERIFIERS["math"].model_validate({})
     for cases in KINDS.values():
         for answer in dict.fromkeys(answer for answer, _, _ in cases):
             assert verifier.score(rf"so \boxed{{{answer}}}", {"answer": answer})[0] == 1, answer
