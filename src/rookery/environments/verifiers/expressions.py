@@ -1,10 +1,10 @@
 r"""Answers and replies as LaTeX that math-verify reads as a person does.
 
 math-verify pastes what it gets into one expression: ``1e-05`` becomes e - 5, ``3 1/2`` becomes 2, ``101_2`` is 101,
-``pi/2`` is p·i/2, and ``5 m/s`` is 5·m/s. Here both sides are written so that this does not happen: numbers in
-scientific notation as decimals, mixed numbers as fractions, groups of digits without separators, names of functions and
-letters, Unicode's signs, digits, fractions, powers and roots as LaTeX, units as text. A text that no rule makes clear
-(:data:`_UNCLEAR`) is no answer: a row's is refused, a reply's is wrong.
+``pi/2`` is p·i/2, ``2(3)`` is 5, and ``5 m/s`` is 5·m/s. Here both sides are written so that this does not happen:
+numbers in scientific notation as decimals, mixed numbers as fractions, groups of digits without separators, names of
+functions and letters, Unicode's signs, digits, fractions, powers and roots as LaTeX, units as text. A text that no rule
+makes clear (:data:`_UNCLEAR`) is no answer: a row's is refused, a reply's is wrong.
 
 math-verify also reads a word as the product of its letters, and of a text that it does not understand a part of it.
 Such texts are compared as they are written (:func:`as_written`): words, sequences of capital letters, answers that
@@ -39,6 +39,13 @@ _PER_CENT = re.compile(
     re.IGNORECASE,
 )
 _ROOT = re.compile(r"(?:√|(?<![A-Za-z\\])sqrt) ?(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))|√ ?\(([^()]*)\)")
+_BRACKETED = r"(?:\\left *)?[(\[]-?\d+(?:\.\d+)?(?:\\right *)?[)\]]"
+_FACTOR = re.compile(
+    rf"((?<![\w^_.\\}}])\d+(?:\.\d+)?|(?<![A-Za-z^_}}\\]){_BRACKETED})"
+    rf"(?: ?(?={_BRACKETED})|(?=(?:\\left *)?\((?:-?\d|\\[dtc]?frac))|(?<=\))(?=\d))",
+    re.ASCII,
+)
+"""A factor before one in brackets, which math-verify adds to it as to a mixed number: ``2(3)``."""
 _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
 _GREEK = "pi|alpha|beta|gamma|delta|epsilon|theta|lambda|sigma|omega|phi|rho|tau"
 _NAME = re.compile(
@@ -412,6 +419,7 @@ def _written(text: str, *, whole: bool = False) -> str:
             lambda found: f"^{{{unicodedata.normalize('NFKC', found[0]).replace(chr(0x2212), '-')}}}", text
         )
         text = "".join(_fraction(char) for char in text).translate(_SYMBOLS)
+    text = _FACTOR.sub(r"\1\\cdot ", text)
     text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
     text = _FRACTION.sub(lambda found: rf"\{found[1]}frac{{{found[2].strip('{}')}}}{{{found[3].strip('{}')}}}", text)
     text = _REPEATING.sub(_repeated, text.replace("~", " ").replace(r"\varnothing", r"\emptyset"))
