@@ -116,6 +116,22 @@ async def test_a_job_waits_for_a_worker_of_each_base_model(service: Service) -> 
     await eventually(waits)
 
 
+async def test_a_policy_that_has_stopped_needs_no_worker_that_trains(service: Service) -> None:
+    workers = await two_workers(service)
+    job = await submit(
+        service, policies={"solver": PAIR["solver"], "verifier": {**PAIR["verifier"], "stop": {"steps": 1}}}
+    )
+    await eventually(lambda: len(trained(workers[MODEL], service, job, "solver")) > 0)
+    workers[MODEL].training.clear()
+    await eventually(lambda: len(chain(service, job, "verifier")) == 2)
+    await workers[OTHER].die()
+    await service.worker("only", model=OTHER, model_hash="o", roles=["rollout"]).join()
+    view = await service.controller.queries.show("alice", job)
+    assert not view.waits_for.startswith("worker: "), view.waits_for
+    workers[MODEL].training.set()
+    assert (await service.ends(job)).reason == "solver: 2 steps; verifier: 1 step"
+
+
 async def test_a_frozen_version_of_another_job_needs_no_worker_that_trains(service: Service) -> None:
     workers = await two_workers(service)
     service.peers[-1].script = None
