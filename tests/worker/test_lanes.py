@@ -242,29 +242,31 @@ def test_all_libraries_compute_with_the_threads_of_their_team() -> None:
     them, which others of this process have not."""
     name = "computes"
 
-    def started() -> int:
-        found = 0
+    def seconds() -> dict[str, float]:
+        found = {}
         for task in NATIVE.iterdir():
-            with suppress(OSError):  # a thread of another test ended
-                found += (task / "comm").read_text().strip() == name
+            with suppress(OSError):  # a thread that ends
+                if (task / "comm").read_text().strip() == name:
+                    found[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
         return found
 
-    def run() -> list[int]:
-        (NATIVE / str(threading.get_native_id()) / "comm").write_text(name)
+    def run() -> list[float]:
+        own, shares = str(threading.get_native_id()), []
+        (NATIVE / own / "comm").write_text(name)
         teams.reserve(2)
-        until(lambda: started() == 1, "a thread that sets the number of others ends")
-        found = []
         for threads in (1, 2):
             teams.use(threads)
-            before = started()
-            for size in (64, 512):
-                torch.bmm(torch.ones(4, size, 64), torch.ones(4, 64, size))
-                torch.ones(size, size) @ torch.ones(size, size)
-                torch.ones(size, size, dtype=torch.bfloat16) @ torch.ones(size, size, dtype=torch.bfloat16)
-            found.append(started() - before)
-        return found
+            before = seconds()
+            for _ in range(40):
+                torch.bmm(torch.ones(4, 512, 64), torch.ones(4, 64, 512))
+                torch.ones(512, 512) @ torch.ones(512, 512)
+                torch.ones(512, 512, dtype=torch.bfloat16) @ torch.ones(512, 512, dtype=torch.bfloat16)
+            used = {task: time - before.get(task, 0.0) for task, time in seconds().items()}
+            shares.append(1 - used[own] / sum(used.values()))
+        return shares
 
-    assert in_thread(run) == [0, 1]
+    alone, shared = in_thread(run)
+    assert alone < 0.05 and shared > 0.3
 
 
 class Sleeping:
