@@ -328,7 +328,7 @@ def test_search_finds_texts_and_failures_are_listed_with_their_error(page: Any, 
     )
     page.fill("[type=search]", "nowhere to be found")
     page.click("button >> text=Search")
-    page.wait_for_selector("text=No episode is like that.")
+    page.wait_for_selector("text=No episode that is kept is like that.")
 
 
 def test_search_continues_until_it_has_a_page_of_finds(page: Any, town: Town) -> None:
@@ -357,7 +357,7 @@ def test_search_continues_until_it_has_a_page_of_finds(page: Any, town: Town) ->
     page.unroute_all(behavior="wait")
     assert page.input_value("[type=search]") == "fiv"
     page.goto(f"{town.service.url}/#/run/{town.done.id}/episodes?text=nowhere")
-    page.wait_for_selector("text=No episode is like that.")
+    page.wait_for_selector("text=No episode that is kept is like that.")
     assert page.input_value("[type=search]") == "nowhere"
 
 
