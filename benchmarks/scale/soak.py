@@ -170,6 +170,7 @@ class Soak:
     # --- the observer -------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
+        parts = 0
         while not self.stop.wait(LOOK_SECONDS):
             seen = {}
             with suppress(psutil.Error, AssertionError):
@@ -182,8 +183,9 @@ class Soak:
                         seen[role] = (process.pid, memory, process.num_fds(), threads)
             size = (self.town.data / "rookery.db").stat().st_size
             self.loads.append(os.getloadavg()[0])
-            beats = [row.beat for row in self.town.client.workers() if row.state == "serving"]
-            parts = sum(used for beat in beats if beat for used, _ in beat.memory_parts.values())
+            with suppress(Unavailable):  # at the end, or next to an attack: as at the look before
+                beats = [row.beat for row in self.town.client.workers() if row.state == "serving"]
+                parts = sum(used for beat in beats if beat for used, _ in beat.memory_parts.values())
             self.looks.append(Look(self.phase, self.jobs, size, seen, parts))
 
     def kill(self) -> None:
