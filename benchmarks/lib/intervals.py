@@ -46,9 +46,9 @@ def mean(values: Sequence[float]) -> Mean:
 
 
 def alternated(ratios: Sequence[float]) -> float:
-    """Of two arms that are measured in turns, one of them first in every other turn: the mean of the medians of both
-    orders. What comes second may be slower by itself; with an odd number of turns, the median of all would be of the
-    order that is there once more."""
+    """Of two arms that are measured in turns, one of them first in every other turn: the geometric mean of the medians
+    of both orders. What comes second may be slower by itself; with an odd number of turns, the median of all would be
+    of the order that is there once more."""
     return statistics.geometric_mean(statistics.median(ratios[at::2]) for at in range(min(2, len(ratios))))
 
 

@@ -204,7 +204,7 @@ def measure(worker: Worker, rows: int, times: int) -> dict[str, list[tuple[float
 
 
 def slowdowns_of(rates: Mapping[str, list[tuple[float, float]]]) -> list[float]:
-    """Of generation and training, always beside each other, where turns cost nothing."""
+    """Of generation and training, always at the same time, where turns cost nothing."""
     rounds = zip(rates["turns"], rates["beside"], strict=True)
     found = [[sum(turns) / rate for rate in beside] for turns, beside in rounds]
     return [statistics.median(part) for part in zip(*found, strict=True)]

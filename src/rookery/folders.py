@@ -94,6 +94,11 @@ def write_durably(path: Path, content: str) -> None:
         raise
 
 
+def no_room(named: object) -> StorageFull:
+    """The error for a file or folder of a user, or the option that names it, whose disk is full."""
+    return StorageFull(f"{named} cannot be written: its disk is full; free some space, or give another")
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """A file of a user that takes the place of ``path`` once it is whole; after an error ``path`` is as it was. A pipe
@@ -108,7 +113,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
             part.replace(target)
     except OSError as error:
         if error.errno in NO_ROOM:
-            raise StorageFull(f"{path} cannot be written: its disk is full; free some space, or give another") from None
+            raise no_room(path) from None
         if error.filename == str(part):
             error.filename = str(path)
         raise

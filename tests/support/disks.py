@@ -26,7 +26,7 @@ def small_files(most: int) -> Iterator[None]:
 
 @contextmanager
 def mounted(folder: Path, megabytes: int = 64) -> Iterator[None]:
-    """A disk of its own at ``folder``."""
+    """A separate disk at ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     options = ["-t", "tmpfs", "-o", f"size={megabytes}m,mode=755", "none"]
     made = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)

@@ -238,7 +238,7 @@ def test_a_thread_without_a_team_computes_alone() -> None:
 
 
 def test_all_libraries_compute_with_the_threads_of_their_team() -> None:
-    """MKL, which multiplies float32, has a number of threads of its own. Threads have the name of the one that starts
+    """MKL, which multiplies float32, has a separate number of threads. Threads have the name of the one that starts
     them, which others of this process have not."""
     name = "computes"
 

@@ -256,7 +256,7 @@ async def test_steps_since_the_commit_are_replayed(room: Room) -> None:
 @pytest.mark.parametrize("category", ["lost", "stale"])
 async def test_repeated_worker_losses_are_no_failure_of_the_job(room: Room, category: Any) -> None:
     worker, run = await room.begun()
-    refusing(worker, "no luck in /root/.cache/rookery", category)  # of which tenants read no path
+    refusing(worker, "no luck in /srv/cache/rookery", category)  # of which tenants read no path
     last = r"training failed 4 times, the last: worker worker: no luck in \(a path of the worker\)"
     with pytest.raises(Unavailable, match=last):
         await step(run, 1, commit=True)

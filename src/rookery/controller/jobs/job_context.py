@@ -260,7 +260,7 @@ class JobContext:
     """Its counters, metrics and rewards."""
 
     def policy_run(self, policy: JobPolicy) -> PolicyRun:
-        """The training of ``policy``, which has versions of its own."""
+        """The training of ``policy``, which has versions."""
         rooms, store = self.controller.rooms, self.controller.store
         assert policy.versions is not None
         return PolicyRun(

@@ -516,7 +516,7 @@ class RolloutScheduler:
 
     def _on_chunk(self, inflight: InflightRequest, worker: Worker, chunk: protocol.TokenChunk) -> None:
         result, assignment = inflight.result, inflight.assignment
-        reason = without_paths(chunk.error, keep=worker.hello.model)
+        reason = without_paths(chunk.error, keep=worker.hello.model) if chunk.error else ""
         if chunk.finish == "error":
             self._fail(inflight, "error", GenerationFailed(reason or "the engine gave no reason"))
             return

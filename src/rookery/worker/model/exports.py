@@ -54,9 +54,7 @@ def merge(folder: Path, adapter: Adapter, target: Path) -> None:
             for (layer, module), (a, b) in adapter.weights.items():
                 name = f"{adapter.prefix}.{layer}.{MODULES.get(module, module)}.weight"
                 if name not in weights:
-                    raise UserError(
-                        f"--merge: the base model has no weight {name} of its own; use the adapter as it is"
-                    )
+                    raise UserError(f"--merge: the base model has no separate weight {name}; use the adapter as it is")
                 old = weights[name]
                 weights[name] = torch.addmm(old.float(), b, a, alpha=adapter.scale).to(old.dtype)
             save_file(weights, part / PUBLISHED_WEIGHTS, metadata={"format": "pt"})

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rookery.errors import NO_ROOM, StorageFull, UserError
+from rookery.errors import NO_ROOM, UserError
+from rookery.folders import no_room
 from rookery.tokenization.registry import CONFIG, PUBLISHED_CONFIG, PUBLISHED_WEIGHTS, WEIGHTS
 from rookery.worker.model.adapter import MODULES
 from rookery.worker.model.config import SITES, DecoderConfig
@@ -128,8 +129,8 @@ def export(folder: Path, target: Path) -> None:
 
 @contextmanager
 def written(name: str) -> Iterator[None]:
-    """Files of ``name`` are written within: an option with its path, or a folder. Raises :class:`StorageFull` where
-    their disk is full, and :class:`UserError` where it refuses them."""
+    """Files of ``name`` are written within: an option with its path, or a folder. Raises
+    :class:`~rookery.errors.StorageFull` where their disk is full, and :class:`UserError` where it refuses them."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -137,7 +138,7 @@ def written(name: str) -> Iterator[None]:
         if not number:
             raise
         if number in NO_ROOM:
-            raise StorageFull(f"{name} cannot be written: its disk is full; free some space, or give another") from None
+            raise no_room(name) from None
         raise UserError(f"{name} cannot be written: {os.strerror(number)}") from None
 
 
