@@ -133,9 +133,13 @@ def test_a_call_that_is_cancelled_does_not_run_and_those_after_it_do(tmp_path: P
 
     async def calls(compute: Compute) -> None:
         for touches in ("engine", "queue", "states"):
+            gate = threading.Event()  # calls wait behind the one that it holds, so that this one is cancelled in time
+            before = asyncio.ensure_future(compute.call(lambda _, gate=gate: gate.wait(60), touches=touches))  # type: ignore[misc, arg-type]
             first = asyncio.ensure_future(compute.call(lambda _: ran.append("cancelled"), touches=touches))  # type: ignore[arg-type]
             await asyncio.sleep(0)
             first.cancel()
+            gate.set()
+            assert await before
             await compute.call(lambda _, touches=touches: ran.append(touches), touches=touches)  # type: ignore[misc, arg-type]
 
     with worker(tmp_path, engine, trainer, lanes) as compute:

@@ -27,8 +27,9 @@ def top(
         if is_terminal() and not once and not cli.json:
             from rookery.cli.top_screen import TopScreen  # textual is imported only where it is shown
 
-            TopScreen(source).run()
-            return
+            screen = TopScreen(source)
+            screen.run()
+            raise typer.Exit(screen.return_code or 0)
         seen = source.read()
         seen.alarms = {run["id"]: source.alarms(run["id"]) for run in seen.runs if run["state"] == "running"}
     if cli.json:

@@ -13,6 +13,8 @@ from textual.containers import VerticalScroll
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Header, Input, Static
 
+from rookery.aio import on_end_signals
+from rookery.cli.options import INTERRUPTED
 from rookery.cli.output import time_of
 from rookery.cli.overview import Overview, ServiceReader
 from rookery.errors import RookeryError
@@ -145,7 +147,8 @@ def step_table(rows: Sequence[Mapping[str, Any]]) -> Text:
 
 
 class TopScreen(App[None]):
-    """The table of the runs above that of the workers."""
+    """The table of the runs above that of the workers. A signal that asks the process to end closes it, with
+    :data:`INTERRUPTED` as its return code: an exception in the middle of a handler would be printed by textual."""
 
     TITLE = "rookery top"
     CSS = """
@@ -180,6 +183,7 @@ class TopScreen(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
+        on_end_signals(lambda: self.exit(return_code=INTERRUPTED))
         self.sub_title = self._source.client.url
         for id, columns in (("#runs", RUN_COLUMNS), ("#workers", WORKER_COLUMNS)):
             self.query_one(id, DataTable).add_columns(*columns)
