@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable
 from random import Random
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,21 @@ from hypothesis import strategies as st
 from tests.support.draws import examples
 
 from rookery.scheduling.queues import FairQueue
+
+T = TypeVar("T", bound=Hashable)
+
+
+def take(
+    queue: FairQueue[T],
+    now: float = 0.0,
+    ready: Callable[[T], bool] = lambda item: True,
+    *,
+    short: Collection[str] = (),
+    among: Collection[str] | None = None,
+) -> T | None:
+    taken = queue.take(ready, now, short=short, among=among)
+    return taken[0] if taken is not None else None
+
 
 owners = st.tuples(st.sampled_from(["a", "b", "c"]), st.sampled_from(["1", "2", "3"]))
 weights = st.dictionaries(st.sampled_from("abc"), st.floats(0.1, 10))
@@ -31,7 +48,7 @@ def test_every_item_comes_out_exactly_once_in_the_order_of_its_job(
             queue.put(*owner, now, first=first, now=now)
             inside[owner].insert(0 if first else len(inside[owner]), now)
         elif action == "take":
-            item = queue.take(lambda item: True, now)
+            item = take(queue, now)
             assert (item is None) == (not any(inside.values()))
             if item is not None:
                 [its] = [items for items in inside.values() if items and items[0] == item]
@@ -82,7 +99,7 @@ def test_waiting_tenants_get_tokens_by_their_weights_within_the_bound(
                 since.pop(tenant, None)
                 for item in [item for item in queue if length[item][0] == tenant]:
                     assert queue.remove(tenant, "1", item) or queue.remove(tenant, "2", item)
-        while len(running) < rows and (item := queue.take(lambda item: True)) is not None:
+        while len(running) < rows and (item := take(queue)) is not None:
             running[item] = 0
             queue.counters.charge(length[item][0], expected)
         for item in list(running):
@@ -122,7 +139,7 @@ def test_no_waiting_tenant_starves(seed: int, shares: dict[str, float], patience
                 queue.put(tenant, "1", len(owner) - 1, now=now)
         gap = random.uniform(0.0, 2.0)
         now, longest_gap = now + gap, max(longest_gap, gap)
-        item = queue.take(lambda item: True, now)
+        item = take(queue, now)
         assert item is not None
         queue.counters.charge(owner[item], random.choice([1.0, 1e6]))
         for tenant in last:  # each of the others may be late before it
@@ -136,7 +153,7 @@ def test_the_guard_gives_a_tenant_one_item_and_leaves_the_turn_to_the_other() ->
     for number in range(4):
         queue.put("a", "1", f"a{number}")
         queue.put("b", "1", f"b{number}")
-    taken = [queue.take(lambda item: True, now) for now in (0.0, 4.0, 9.0, 11.0, 12.0)]
+    taken = [take(queue, now) for now in (0.0, 4.0, 9.0, 11.0, 12.0)]
     assert taken == ["a0", "a1", "a2", "b0", "a3"]
 
 
@@ -151,12 +168,12 @@ def test_the_turn_of_a_tenant_with_its_share_ends_for_one_that_has_less(
     queue: FairQueue[str] = FairQueue(turn=4)
     for number in range(4):
         queue.put("a", "1", f"a{number}")
-    assert queue.take(lambda item: True) == "a0"
+    assert take(queue) == "a0"
     queue.counters.charge("a", 1.0)
     queue.put("b", "1", "b0")
     queue.counters.charge("b", charged)
-    assert queue.take(lambda item: True, short=set(short)) == expected
-    assert queue.take(lambda item: True, among={"c"}) is None
+    assert take(queue, short=set(short)) == expected
+    assert take(queue, among={"c"}) is None
 
 
 def test_time_without_work_is_not_saved_up() -> None:
@@ -165,7 +182,7 @@ def test_time_without_work_is_not_saved_up() -> None:
     def served(count: int) -> Counter[str]:
         taken: Counter[str] = Counter()
         for _ in range(count):
-            tenant = str(queue.take(lambda item: True)).split()[0]
+            tenant = str(take(queue)).split()[0]
             queue.counters.charge(tenant, 100.0)
             taken[tenant] += 1
         return taken
@@ -182,6 +199,6 @@ def test_turns_of_jobs_and_items_that_are_not_ready() -> None:
         queue.put(item[0].lower(), item[0], item)
     assert [queue.position("a", "a"), queue.position("a", "A"), queue.position("b", "b")] == [0, 4, 2]
     assert queue.position("b", "nothing") is None and queue.position("nobody", "a") is None
-    assert queue.take(lambda item: item.startswith("b")) == "b1"
-    assert queue.take(lambda item: item == "nothing") is None
-    assert [queue.take(lambda item: True) for _ in range(6)] == ["b2", "a1", "a2", "b3", "A1", "a3"]
+    assert take(queue, ready=lambda item: item.startswith("b")) == "b1"
+    assert take(queue, ready=lambda item: item == "nothing") is None
+    assert [take(queue) for _ in range(6)] == ["b2", "a1", "a2", "b3", "A1", "a3"]

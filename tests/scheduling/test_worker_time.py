@@ -310,14 +310,14 @@ class Crowd:
 
         while held.total() < max(CROWD_ROWS, len(self.running)) + AHEAD:
             short = short_of_rows(self.queue.tenants, held, {}, CROWD_ROWS)
-            if (reply := self.queue.take(lambda reply: True, short=short)) is None:
+            if (taken := self.queue.take(lambda reply: True, short=short)) is None:
                 break
-            give(reply)
+            give(taken[0])
         while held.total() < most_rows(CROWD_ROWS) + AHEAD:
             short = short_of_rows(self.queue.tenants, held, {}, CROWD_ROWS)
-            if not short or (reply := self.queue.take(lambda reply: True, among=short)) is None:
+            if not short or (taken := self.queue.take(lambda reply: True, among=short)) is None:
                 break
-            give(reply)
+            give(taken[0])
         while True:
             at = next_row([reply.job.tenant for reply in self.waiting], self.tenants(self.running), {}, CROWD_ROWS)
             if at is None:

@@ -27,6 +27,7 @@ from rookery.scheduling.rollout_order import RolloutOrder
 
 T = TypeVar("T", bound=Hashable)
 Item = TypeVar("Item")
+Room = TypeVar("Room")
 
 PROMPT_WEIGHT = 0.25
 """A prompt token in sampled ones: a prompt is computed in parallel, and a group's once for all its members."""
@@ -123,25 +124,25 @@ class FairQueue(Generic[T]):
 
     def take(
         self,
-        ready: Callable[[T], bool],
+        choose: Callable[[T], Room | None],
         now: float = 0.0,
         *,
         short: Collection[str] = (),
         among: Collection[str] | None = None,
-    ) -> T | None:
-        """The next item for which ``ready`` holds, for the caller to charge. Of each job only the first item is
-        considered: its order holds. ``short``: tenants that have less than their share of the rows; where one of them
-        has the least counter, the turn of a tenant that has its share ends. ``among``: only items of these tenants;
-        None for all."""
+    ) -> tuple[T, Room] | None:
+        """The next item that ``choose`` finds room for, and that room, a true value; the caller charges it. Of each job
+        only the first item is considered: its order holds. ``short``: tenants that have less than their share of the rows; where
+        one of them has the least counter, the turn of a tenant that has its share ends. ``among``: only items of these
+        tenants; None for all."""
         for tenant in self._order(now, short):
             if among is not None and tenant not in among:
                 continue
             for job, items in self._tenants[tenant].items():
                 item = items.next()
-                if ready(item):
+                if room := choose(item):
                     items.take(item)
                     self._on_taken(tenant, job, now)
-                    return item
+                    return item, room
         return None
 
     def _order(self, now: float, short: Collection[str] = ()) -> list[str]:
@@ -223,19 +224,19 @@ class PriorityQueues(Generic[T]):
 
     def take(
         self,
-        reserved: Callable[[T], bool] | None,
-        ready: Callable[[T], bool] | None,
+        reserved: Callable[[T], Room | None] | None,
+        common: Callable[[T], Room | None] | None,
         now: float = 0.0,
         short: Collection[str] = (),
-    ) -> tuple[T, bool] | None:
-        """The next item, and whether it gets reserved room. ``reserved`` says whether an interactive item fits the
-        reserved room, ``ready`` whether an item fits the common room; None means that there is no such room. ``short``:
-        of the common queue, see :meth:`FairQueue.take`."""
-        for queue, fits in ((self.interactive, reserved), (self.common, ready), (self.interactive, ready)):
+    ) -> tuple[T, Room, bool] | None:
+        """The next item, its room, and whether that is reserved. ``reserved`` finds reserved room for an interactive
+        item, ``common`` common room for any item; None means that there is no such room. ``short``: of the common
+        queue, see :meth:`FairQueue.take`."""
+        for queue, choose in ((self.interactive, reserved), (self.common, common), (self.interactive, common)):
             ending = short if queue is self.common else ()
-            item = queue.take(fits, now, short=ending) if fits is not None else None
-            if item is not None:
-                return item, fits is reserved
+            taken = queue.take(choose, now, short=ending) if choose is not None else None
+            if taken is not None:
+                return *taken, choose is reserved
         return None
 
 

@@ -38,7 +38,7 @@ def test_the_interactive_queue_goes_first_within_its_share_and_no_queue_starves(
         ahead, held = 0, 0
         left = {"interactive": len(queues.interactive), "common": len(queues.common)}
         while taken := queues.take(lambda _: ahead < share, lambda _: held < room):  # noqa: B023
-            item, goes_ahead = taken
+            item, _, goes_ahead = taken
             assert not goes_ahead or item[0] == "interactive"
             if item[0] == "interactive" and not goes_ahead:
                 assert ahead == share and not len(queues.common), "what rollouts leave"

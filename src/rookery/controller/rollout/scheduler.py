@@ -356,30 +356,25 @@ class RolloutScheduler:
         it; then move requests that could begin sooner elsewhere."""
         queue, pool = self.queues.models[model], self.pool
         waiting = queue.common.tenants
-        chosen: Worker | None = None  # for the last request that a queue asked about, which is the one that it yields
 
-        def fits(worker: Worker | None) -> bool:
-            nonlocal chosen
-            chosen = worker
-            return worker is not None
-
-        def room(reserved: bool) -> Callable[[InflightRequest], bool] | None:
+        def chooser(reserved: bool) -> Callable[[InflightRequest], Worker | None] | None:
             if not pool.has_capacity(model, reserved):
                 return None
-            return lambda inflight: fits(pool.choose(inflight, reserved, waiting))
+            return lambda inflight: pool.choose(inflight, reserved, waiting)
 
         now = self._clock.monotonic()
         resumed = now >= self._resume_until
         short = pool.short(model, waiting)
-        while queue and (taken := queue.take(room(True), room(False) if resumed else None, now, short)):
-            inflight, reserved = taken
-            self.apply(inflight, "assign", Details(chosen, reserved))
+        while queue and (taken := queue.take(chooser(True), chooser(False) if resumed else None, now, short)):
+            inflight, worker, reserved = taken
+            self.apply(inflight, "assign", Details(worker, reserved))
             short = pool.short(model, waiting)
         while resumed and (able := pool.beyond(model, short, waiting)):
-            beyond = queue.common.take(lambda inflight: fits(pool.choose_beyond(inflight, waiting)), now, among=able)
+            beyond = queue.common.take(lambda inflight: pool.choose_beyond(inflight, waiting), now, among=able)
             if beyond is None:
                 break
-            self.apply(beyond, "assign", Details(chosen))
+            inflight, worker = beyond
+            self.apply(inflight, "assign", Details(worker))
             short = pool.short(model, waiting)
         while migration := pool.find_migration(model):
             self._migrate(migration)

@@ -165,7 +165,8 @@ class TrainerSlots:
             patience=self._patience,
         ):
             self._free(holders[name])
-        while len(holders) < capacity and (holder := queue.take(lambda holder: True)) is not None:
+        while len(holders) < capacity and (taken := queue.take(lambda holder: True)) is not None:
+            holder, _ = taken
             queue.counters.charge(holder.tenant, 1.0)
             holders[holder.name] = holder
             holder.apply("admit")
