@@ -49,7 +49,7 @@ from rookery.controller.job_sinks import JobSinks
 from rookery.controller.jobs.admission import JobAdmission
 from rookery.controller.jobs.registry import JobRegistry, WaitingJob
 from rookery.controller.jobs.run_record import RunRecord
-from rookery.controller.jobs.runner import JobRunner
+from rookery.controller.jobs.runner import JobEnd, JobRunner
 from rookery.controller.options import ControllerOptions
 from rookery.controller.outages import OutageRetries, Outages, outage_of
 from rookery.controller.planned import PlanFollower, train_speeds
@@ -549,7 +549,7 @@ class Controller:
             runner, waiting = self.jobs.runners.get(job), self.jobs.waiting.pop(job, None)
             try:
                 if runner is not None:
-                    await runner.end(state)
+                    await runner.revoke()
                     row = await self.context.store.read(jobs.get_job, tenant, job)
                     if row.state in FINAL_JOB_STATES:
                         return
@@ -607,10 +607,9 @@ class Controller:
     async def _run(self, runner: JobRunner) -> None:
         row = runner.row
         try:
-            state, reason = await runner.run(partial(self._mark_running, row))
-            await self._record_end(runner, state, reason)
+            await self._record_end(runner, await runner.run(partial(self._mark_running, row)))
         except asyncio.CancelledError:
-            if runner.wanted is None and not self._stopping:
+            if not runner.revoked and not self._stopping:
                 raise
         except Exception:  # as after a crash, the job is resumed at the next start
             log.exception("job %s stopped", row.id, extra={"tenant": row.tenant, "job": row.id})
@@ -627,16 +626,17 @@ class Controller:
         current = await self.context.store.read(jobs.get_job, row.tenant, row.id)
         await asyncio.shield(self._set_state(current, "running", ""))  # the state counts must match the database
 
-    async def _record_end(self, runner: JobRunner, state: JobState, reason: str) -> None:
+    async def _record_end(self, runner: JobRunner, end: JobEnd) -> None:
         """Store how the job ended; retried until the database takes it. Until then it shows as paused."""
-        row, error = runner.row, reason if state == "failed" else ""
+        row, state, reason, outage = runner.row, end.state, end.reason, end.outage
+        error = reason if state == "failed" else ""
         while True:
             try:
                 with shortages():
                     current = await self.context.store.read(jobs.get_job, row.tenant, row.id)
-                    await asyncio.shield(self._set_state(current, state, reason, error, runner.outage is not None))
-                if runner.outage is not None:
-                    self.retries.outage(row.tenant, row.id, runner.outage)
+                    await asyncio.shield(self._set_state(current, state, reason, error, outage is not None))
+                if outage is not None:
+                    self.retries.outage(row.tenant, row.id, outage)
             except (StorageFull, Unavailable) as problem:
                 if not runner.unstored:
                     extra = {"tenant": row.tenant, "job": row.id}

@@ -371,6 +371,19 @@ async def test_job_that_is_halted_while_its_end_is_stored_keeps_that_end(service
     assert (await service.controller.queries.show("alice", job)).state == "completed"
 
 
+async def test_halt_after_a_pause_by_its_owner_cancels_the_task_no_second_time(service: Service) -> None:
+    """A second cancellation would end the first one's clean-up."""
+    await service.join()
+    job = await run(service)
+    await eventually(lambda: bool(service.controller.jobs.running()))
+    runner = service.controller.jobs.runners[job]
+    revoking = asyncio.create_task(runner.revoke())
+    await asyncio.sleep(0)
+    runner.halt("its tenant's tokens of today are used up")
+    assert runner.revoked and runner.task.cancelling() == 1
+    await revoking
+
+
 @pytest.mark.parametrize("by", ["halt", "owner"])
 async def test_task_of_a_job_that_ends_before_its_first_step_is_forgotten(service: Service, by: str) -> None:
     job = await run(service)
@@ -381,7 +394,7 @@ async def test_task_of_a_job_that_ends_before_its_first_step_is_forgotten(servic
         runner.halt("its tenant's tokens of today are used up")
         assert (await service.ends(job, "paused")).reason == "its tenant's tokens of today are used up"
     else:
-        await runner.end("paused")
+        await runner.revoke()
     await eventually(lambda: job not in service.controller.jobs.runners)
 
 

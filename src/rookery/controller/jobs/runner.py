@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +53,42 @@ COUNTED = (
 """The counters of a job that the service sums over all jobs."""
 
 
+RunnerState = Literal[
+    "created",  # its task has not taken its first step
+    "held",  # a halt came before that step
+    "working",
+    "halted",  # it pauses, for the reason of the halt
+    "revoked",  # its owner asked for another state of the job: its task ends and stores none
+    "finished",  # its work is over, and its end may not be stored yet
+]
+RunnerEvent = Literal["begin", "halt", "revoke", "finish"]
+
+TRANSITIONS: dict[tuple[RunnerState, RunnerEvent], RunnerState] = {
+    ("created", "begin"): "working",
+    ("created", "halt"): "held",
+    ("held", "begin"): "halted",
+    ("working", "halt"): "halted",
+    ("working", "finish"): "finished",
+    ("created", "revoke"): "revoked",
+    ("held", "revoke"): "revoked",
+    ("working", "revoke"): "revoked",
+    ("halted", "revoke"): "revoked",
+    ("finished", "revoke"): "revoked",
+}
+"""The next state by state and event. Any other event leaves the state as it is: a job is halted once, not when it has
+finished, and not after a command of its owner."""
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job's task ended, unless its owner or the end of the service ended it."""
+
+    state: JobState
+    reason: str
+    outage: Outage | None = None
+    """The kind of the outage that paused it: it resumes by itself."""
+
+
 class JobRunner:
     task: asyncio.Task[None]
     """Set by the controller."""
@@ -71,58 +108,57 @@ class JobRunner:
         self.row = row
         self.job: TrainingJob | None = None
         """None until its model and its environment's data are there."""
-        self.wanted: JobState | None = None
-        """The state that its owner asked for while it ran."""
         self.unstored = ""
         """The reason for its pause, while that could not be stored yet."""
-        self.outage: Outage | None = None
-        """The kind of the outage that paused it: retrying later can help."""
         self._context = context
         self._on_metrics = on_metrics
         self._validator = validator
         self._folder = folder
-        self._halted = ""
-        """The reason for its pause by :meth:`halt`."""
-        self._stage: Literal["waits", "works", "ended"] = "waits"
-        """waits: its task has not taken its first step · works · ended: its end may not be stored yet."""
+        self._state: RunnerState = "created"
+        """Changed by :meth:`_enter` alone."""
+        self._halt_reason = ""
         self._initial = Counter(row.counters)
         """Counters at the start of this run: totals count this process only."""
         self._sinks: Sinks | None = None
 
-    async def run(self, begun: Callable[[], Awaitable[object]]) -> tuple[JobState, str]:
-        """Run the job and return its new state and the reason; ``begun`` is called when it is assembled. Raises nothing
-        but a cancellation. Its counters are stored before the end, so that they are complete when the end is seen."""
+    @property
+    def revoked(self) -> bool:
+        """Whether its owner asked for another state of the job."""
+        return self._state == "revoked"
+
+    async def run(self, begun: Callable[[], Awaitable[object]]) -> JobEnd:
+        """Run the job; ``begun`` is called when it is assembled. Raises nothing but a cancellation. Its counters are
+        stored before it returns, so that they are complete when the end is seen."""
         TENANT.set(self.row.tenant)
         try:
-            return "completed", await self._work(begun)
+            return JobEnd("completed", await self._work(begun))
         except asyncio.CancelledError:
             current = asyncio.current_task()
-            if not self._halted or self.wanted is not None or current is None or current.uncancel():
+            if self._state != "halted" or current is None or current.uncancel():
                 raise
-            self.outage = "other"
-            return "paused", self._halted
+            return JobEnd("paused", self._halt_reason, "other")
         except BaseException as error:
             cause = _first(error)
             cause = shortage(cause) or await self._unread_dataset(cause) or cause
-            self.outage = outage_of(cause)
+            outage = outage_of(cause)
             if detail := getattr(cause, "detail", ""):
                 extra = {"tenant": self.row.tenant, "job": self.row.id}
                 log.warning("job %s stops: %s (%s)", self.row.id, cause, detail, extra=extra)
-            if self.outage is not None or isinstance(cause, JobPaused | EnvironmentFailed):
-                return "paused", str(cause)
+            if outage is not None or isinstance(cause, JobPaused | EnvironmentFailed):
+                return JobEnd("paused", str(cause), outage)
             if isinstance(cause, RookeryError):
-                return "failed", str(cause)
+                return JobEnd("failed", str(cause))
             log.exception("job %s failed", self.row.id, extra={"tenant": self.row.tenant, "job": self.row.id})
-            return "failed", f"{type(cause).__name__}: {cause}"
+            return JobEnd("failed", f"{type(cause).__name__}: {cause}")
         finally:
             await self._store_counters()
 
     async def _work(self, begun: Callable[[], Awaitable[object]]) -> str:
         """Run the job; returns why it is completed."""
-        if self._halted or self.wanted is not None:  # before this task's first step
+        self._enter("begin")
+        if self._state != "working":  # it was halted or revoked before this first step of its task
             raise asyncio.CancelledError
         started: asyncio.Task[None] | None = None
-        self._stage = "works"
         try:
             await self._record.starts(self.row.id)
             started = asyncio.create_task(self._end_start())
@@ -131,7 +167,7 @@ class JobRunner:
             await begun()
             return await self.job.run()
         finally:
-            self._stage = "ended"
+            self._enter("finish")
             if started is not None:
                 started.cancel()
 
@@ -146,19 +182,24 @@ class JobRunner:
             return away
         return ArtifactMissing("the job's dataset could not be read", str(cause))
 
-    async def end(self, wanted: JobState) -> None:
-        """End the task: the job's owner asked for the state ``wanted``, which the caller stores."""
-        self.wanted = wanted
-        if self._stage == "waits":  # a task that is cancelled before its first step would not release anything
+    def _enter(self, event: RunnerEvent) -> RunnerState:
+        """Enter the state that follows ``event``; returns the state before it."""
+        before = self._state
+        self._state = TRANSITIONS.get((before, event), before)
+        return before
+
+    async def revoke(self) -> None:
+        """End the task: the job's owner asked for another state of the job, which the caller stores."""
+        if self._enter("revoke") in ("created", "held"):  # cancelled before its first step, it would release nothing
             await asyncio.wait([self.task])
         else:
             await cancel_all(self.task)
 
     def halt(self, reason: str) -> None:
-        """Pause the job; it resumes by itself. Without effect once its work has ended: its end is being stored."""
-        if not self._halted and self._stage != "ended":
-            self._halted = reason
-            if self._stage == "works":
+        """Pause the job; it resumes by itself."""
+        if self._enter("halt") in ("created", "working"):
+            self._halt_reason = reason
+            if self._state == "halted":
                 self.task.cancel()
 
     async def _end_start(self) -> None:
