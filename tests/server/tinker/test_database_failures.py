@@ -412,6 +412,29 @@ async def test_a_load_whose_answer_was_lost_ends_a_rejected_gradient(service: Se
     assert isinstance(await visitor.step(), operations.OptimStepResult)
 
 
+async def test_a_load_whose_answer_was_lost_replaces_a_corrupt_head(service: Service) -> None:
+    visitor = await Client(service).begin()
+    path = await visitor.save("start")
+    await visitor.gradient()
+    await visitor.step()
+    await visitor.save("bad")
+    head = max(await visitor.store.read(sessions.list_checkpoints, "alice"), key=lambda row: row.version)
+    await service.crash()
+    file = service.artifacts.path(head.hash, "adapter_model.safetensors")
+    file.write_text("x" * file.stat().st_size)
+    await service.start()
+    await join(service)
+    refused = await visitor.do(forward([1, 2, 3]))
+    assert isinstance(refused, operations.OperationFailed) and "is corrupt" in refused.error
+    commit = FailingOnce(service.database, "commit_model", taken=True)
+    commit.arm()
+    request = await visitor.send(operations.LoadState(path=path, optimizer=False))
+    await service.pass_until(lambda: not is_open(visitor, request))
+    assert isinstance(await visitor.outcome(request), operations.StateLoaded) and not commit.armed
+    await visitor.gradient()
+    assert isinstance(await visitor.step(), operations.OptimStepResult)
+
+
 async def test_operations_given_up_during_an_unanswered_commit_reject_their_gradient(service: Service) -> None:
     visitor = await Client(service).begin()
     path = await visitor.save("start")

@@ -69,16 +69,12 @@ class TrainingRun:
             row.base_model,
             self._versions,
         )
-        self._corrupt = ""
-        """Why no operation can build on the head."""
-        self._unread = False
-        """The head's bytes could not be read yet."""
+        self._head_fault: CorruptArtifact | Unavailable | None = None
+        """Why no operation can build on the head: its bytes are damaged, or could not be read when they last were."""
         self._holder = SlotHolder(row.id, row.tenant, row.session, row.base_model, self._policy_run)
         self._task: asyncio.Task[None] | None = None
         self._present: operations.AnyOperation | None = None
-        """The operation that is executed."""
-        self._idle = False
-        """The task waits for an operation, or for the client."""
+        """The operation that is executed; None while the task waits for one, or for the client."""
         self._suspended = False
         self._expected = 0
         """Requests that may queue an operation."""
@@ -93,13 +89,10 @@ class TrainingRun:
     async def load(self) -> None:
         """Read the versions and the log behind the head, then start to execute operations."""
         try:
-            await self._versions.load()
-        except CorruptArtifact as error:
-            await self._refuse_head(error)
+            await self._read_head()
         except Unavailable as error:  # its place may be back when an operation comes
-            self._unread = True
             log.error("model %s: %s", self.row.id, error, extra={"tenant": self.row.tenant})
-        if not self._unread:
+        else:
             await self._versions.retire()
         for row in await self._replay_log():
             self.enqueue(*self._futures.reopen(row))
@@ -118,22 +111,29 @@ class TrainingRun:
         return others
 
     async def _read_head(self) -> None:
-        """Raises :class:`Unavailable` if the versions, or the head's bytes, still cannot be read."""
+        """Read the versions. Raises :class:`Unavailable` if they, or the head's bytes, cannot be read."""
+        try:
+            self._head_fault = await self._find_damage()
+        except Unavailable as error:
+            self._head_fault = error
+            raise
+
+    async def _find_damage(self) -> CorruptArtifact | None:
+        """Read the versions. If the head's bytes are damaged, the error of every operation that needs it, which names a
+        checkpoint to load instead."""
         try:
             await self._versions.load()
+            return None
         except CorruptArtifact as error:
-            await self._refuse_head(error)
-        self._unread = False
-
-    async def _refuse_head(self, error: CorruptArtifact) -> None:
-        """Answer every operation that needs the head with an error that names a checkpoint to load instead."""
+            damage = error
         head, row = self._versions.head, self.row
         assert head is not None
         saved = await self._context.store.read(sessions.list_checkpoints, row.tenant, row.id)
         intact = next((found.path for found in saved if found.kind == "weights" and found.hash != head.hash), None)
         hint = f"load its newest other checkpoint, {intact}" if intact is not None else "it has no other checkpoint"
-        self._corrupt = f"version {head.version} of model {row.id} is corrupt ({error}); {hint}"
-        log.error(self._corrupt, extra={"tenant": row.tenant, "version": head.version})
+        reason = f"version {head.version} of model {row.id} is corrupt ({damage}); {hint}"
+        log.error(reason, extra={"tenant": row.tenant, "version": head.version})
+        return CorruptArtifact(reason)
 
     def _replay(self, operation: operations.AnyOperation, result: operations.AnyResult) -> None:
         """Bring back the effect of an operation that an earlier process executed after the head. No step is among them:
@@ -151,7 +151,7 @@ class TrainingRun:
     @property
     def resting(self) -> bool:
         """No operation runs or waits."""
-        return self._idle and not len(self._queue) and not self._given_up
+        return self._present is None and not len(self._queue) and not self._given_up
 
     @property
     def unused(self) -> bool:
@@ -180,7 +180,7 @@ class TrainingRun:
 
     def release_slot(self) -> None:
         """Release the trainer slot if no operation runs or is about to."""
-        if self.resting or (self._idle and self._suspended):
+        if self.resting or (self._present is None and self._suspended):
             self._slots.release(self._holder)
 
     def suspend(self) -> None:
@@ -278,11 +278,9 @@ class TrainingRun:
                     self._slots.release(self._holder)  # after a step, other runs that wait go first
             if self._holder.busy:
                 self._slots.idle(self._holder)
-            self._idle = True
             if self._suspended:
                 self.release_slot()
             await self._arrived.wait()
-            self._idle = False
 
     def _next(self) -> tuple[Future, operations.AnyOperation] | None:
         if self._given_up:
@@ -300,11 +298,11 @@ class TrainingRun:
             result = failure(future, error)
         if isinstance(result, operations.OperationFailed):
             self._on_failure(operation, result)
-        self._present = None
         self._count_bytes(-operation.size)
         if result is not None:
             trace = operation.adds_gradient or operation.is_step
             await self._futures.finish(future, result, trace=trace)
+        self._present = None
 
     async def _dispatch_until_stored(
         self, future: Future, operation: operations.AnyOperation
@@ -358,7 +356,7 @@ class TrainingRun:
         return True
 
     async def _dispatch(self, future: Future, operation: operations.AnyOperation) -> operations.AnyResult | None:
-        if self._unread and not isinstance(operation, operations.LoadState):
+        if isinstance(self._head_fault, Unavailable) and not isinstance(operation, operations.LoadState):
             await self._read_head()
         match operation:
             case operations.ForwardBackwardOperation():
@@ -472,8 +470,8 @@ class TrainingRun:
         :class:`CorruptArtifact` if its bytes are damaged."""
         if self._versions.head is None:
             raise UserError(f"model {self.row.id} has no weights: its creation failed, or is not over")
-        if self._corrupt:
-            raise CorruptArtifact(self._corrupt)
+        if isinstance(self._head_fault, CorruptArtifact):
+            raise CorruptArtifact(str(self._head_fault))
         return self._versions.head
 
     async def _commit(
@@ -488,7 +486,7 @@ class TrainingRun:
                 return await store.write(sessions.commit_model, version, self.row.id, future.seq, (future.id, content))
 
         await commit(write)
-        self._corrupt, self._unread = "", False
+        self._head_fault = None
         self._count_bytes()
         self._futures.deliver(future, result, len(content))
         try:
