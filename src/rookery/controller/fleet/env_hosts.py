@@ -120,10 +120,12 @@ class HostCall:
 
 
 class OpenEpisode(NamedTuple):
-    """An episode of a host: its name, and the job that it belongs to."""
+    """An episode that may continue in a host."""
 
     name: str
     job: str
+    tenant: str | None = None
+    """The job's tenant, once this process has called the episode in that host: no other host continues it."""
 
 
 @dataclass(eq=False)
@@ -139,9 +141,7 @@ class EnvironmentHost:
     left: float = 0.0
     """When its connection ended."""
     episodes: IndexedDict[str, OpenEpisode] = field(default_factory=lambda: IndexedDict(job=attrgetter("job")))
-    """By name, the episodes that may continue there; a host that reconnects is sent a close for any other."""
-    called: dict[str, str] = field(default_factory=dict)
-    """Of these, those that this process has called there, with their tenants: no other host continues them."""
+    """By name; a host that reconnects is sent a close for any other."""
     calls: IndexedDict[str, HostCall] = field(default_factory=lambda: IndexedDict(job=attrgetter("job")))
     """Unanswered calls."""
     active: dict[str, float] = field(default_factory=dict)
@@ -151,6 +151,11 @@ class EnvironmentHost:
         """Whether it may run an environment of this name now."""
         named = any(offer.name == environment for offer in self.hello.environments)
         return named and self.connected and self.owner == owner
+
+    def runs(self, episode: str) -> bool:
+        """Whether this process has called the episode there."""
+        known = self.episodes.get(episode)
+        return known is not None and known.tenant is not None
 
     def deterministic(self, environment: str) -> bool:
         return any(offer.name == environment and offer.deterministic for offer in self.hello.environments)
@@ -264,8 +269,8 @@ class EnvironmentHosts:
         unfinished = set(await self._unfinished(owner))
         lengths, named = {len(job) for job in unfinished}, hello.episodes
         known = [OpenEpisode(name, job) for name in named if (job := _job_of(name, unfinished, lengths)) is not None]
-        elsewhere = [host.called for one in {owner, SERVICE} for host in self.hosts.of(owner=one)]
-        return {episode for episode in known if not any(episode.name in called for called in elsewhere)}
+        others = [host for one in {owner, SERVICE} for host in self.hosts.of(owner=one)]
+        return {episode for episode in known if not any(host.runs(episode.name) for host in others)}
 
     @staticmethod
     def _check(owner: str, hello: Any) -> None:
@@ -409,21 +414,20 @@ class EnvironmentHosts:
     ) -> protocol.Observation:  # fmt: skip
         """The answer of the episode's environment, within its ``step_timeout`` if ``limited``. Raises
         :class:`EnvironmentFailed` or :class:`HostLost`."""
-        if message.episode not in host.called:
+        if not host.runs(message.episode):
             for other in self.hosts.of(owner=host.owner):  # it has a copy from before this process
                 if other is not host and message.episode in other.episodes:
                     self.close_episode(other, message.episode)
-        host.episodes[message.episode] = OpenEpisode(message.episode, environment.job)
-        host.called[message.episode] = environment.tenant
+        host.episodes[message.episode] = OpenEpisode(message.episode, environment.job, environment.tenant)
         answer = await self._call(host, environment, message, protocol.Observation, limited=limited)
         if answer.error:
             raise EnvironmentFailed(answer.error[:LONGEST_ERROR])
         return answer
 
     def close_episode(self, host: EnvironmentHost, episode: str) -> None:
-        host.episodes.pop(episode, None)
-        tenant = host.called.pop(episode, None)
+        known = host.episodes.pop(episode, None)
         if host.connected:
+            tenant = known.tenant if known is not None else None
             host.outbox.post(protocol.CloseEpisode(episode=episode), tenant)  # behind its calls
 
     def close_job(self, job: str) -> None:
