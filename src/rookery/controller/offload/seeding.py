@@ -122,8 +122,6 @@ class Seeding:
         """By the worker's name: it may reconnect."""
         self._remotes: defaultdict[str, RemotePool] = defaultdict(lambda: RemotePool(clock, rollouts.pool.busy_seconds))
         """By base model."""
-        self._unopened = 0
-        """Cycles without a token so far."""
         self._due = Signal()
         """Notified when a cycle has got its first token."""
         self.waits = {"trainer": 0.0, "remote": 0.0}
@@ -259,15 +257,13 @@ class Seeding:
     def _begin(self, trainer: _Trainer) -> None:
         """Begin the next cycle."""
         trainer.cycle = CycleTimer()
-        self._unopened += 1
         self._set_closed(trainer.worker, trainer.planner.seconds == 0)
 
     def on_tokens(self, request: SamplingRequest) -> None:
-        if not self._unopened or request.adapter is None:
+        if request.adapter is None:
             return
         trainer = self._trainer_of.get(request.adapter.policy)
         if trainer is not None and (cycle := trainer.cycle) is not None and cycle.began is None:
-            self._unopened -= 1
             cycle.began = self._sample(trainer)
             trainer.planner.begin(self._remotes[trainer.model].used)
             self._due.notify()
@@ -340,7 +336,6 @@ class Seeding:
             available, reserved = len(self._remotes[trainer.model]), len(self._cycling(trainer.model))
             trainer.planner.learn(measured, available=available, reserved=reserved)
             self._limit(trainer.model)
-        self._unopened -= cycle.began is None
         self._begin(trainer)
 
     def _sample(self, trainer: _Trainer) -> CycleSample:
@@ -350,7 +345,6 @@ class Seeding:
     def _stop(self, trainer: _Trainer) -> None:
         """End its cycles: it generates whenever it can."""
         if trainer.cycle is not None:
-            self._unopened -= trainer.cycle.began is None
             trainer.cycle = None
             self._set_closed(trainer.worker, False)
             self._limit(trainer.model)
