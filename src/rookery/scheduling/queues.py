@@ -131,9 +131,9 @@ class FairQueue(Generic[T]):
         among: Collection[str] | None = None,
     ) -> tuple[T, Room] | None:
         """The next item that ``choose`` finds room for, and that room, a true value; the caller charges it. Of each job
-        only the first item is considered: its order holds. ``short``: tenants that have less than their share of the rows; where
-        one of them has the least counter, the turn of a tenant that has its share ends. ``among``: only items of these
-        tenants; None for all."""
+        only the first item is considered: its order holds. ``short``: tenants that have less than their share of the
+        rows; where one of them has the least counter, the turn of a tenant that has its share ends. ``among``: only
+        items of these tenants; None for all."""
         for tenant in self._order(now, short):
             if among is not None and tenant not in among:
                 continue
