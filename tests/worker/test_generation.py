@@ -17,7 +17,7 @@ from tests.support.peers import eventually, settle
 from rookery import protocol
 from rookery.controller.rollout.request import SamplingRequest, SamplingResult
 from rookery.errors import Unavailable
-from rookery.worker.compute import IDLE, ComputeStatus
+from rookery.worker.compute_status import IDLE, ComputeStatus
 from rookery.worker.engine.vllm.backend import VllmEnded
 from rookery.worker.failures import PassingFault
 from rookery.worker.generation import (

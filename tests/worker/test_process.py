@@ -25,7 +25,7 @@ from tests.support.tiny import COMPUTED
 from rookery import protocol
 from rookery.errors import EXIT_REFUSED, UserError
 from rookery.worker import teams
-from rookery.worker.compute import IDLE
+from rookery.worker.compute_status import IDLE
 from rookery.worker.connection import progress
 from rookery.worker.engine.native import kernels
 from rookery.worker.memory import TooSmall

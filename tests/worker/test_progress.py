@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from rookery.bounds import LINE
-from rookery.worker.compute import ComputeStatus
+from rookery.worker.compute_status import ComputeStatus
 from rookery.worker.progress import STALL_SECONDS, ProgressWatch
 
 

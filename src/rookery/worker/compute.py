@@ -45,7 +45,6 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import msgspec
 import torch
 
 from rookery import protocol
@@ -54,6 +53,7 @@ from rookery.scheduling.pipelines import NO_WORK, TAKING_TURNS, LaneChoice
 from rookery.scheduling.worker_time import TimeSlice, divide_slices, next_slice
 from rookery.settings import Settings
 from rookery.worker import teams
+from rookery.worker.compute_status import ComputeStatus, Half, beat_of, engine_half, trainer_half
 from rookery.worker.core import NO_TRAINING, WorkerCore, load_core
 from rookery.worker.device import own_stream
 from rookery.worker.failures import WorkerBroken
@@ -84,33 +84,6 @@ TRAINED = "worker_trained_tokens"
 BEHIND_SECONDS = 1.0
 """Beside each other, engine or trainer may fall behind its share by so much before turns bring it level: about one
 training slice, below which turns themselves are no closer."""
-
-IDLE = protocol.Heartbeat(
-    progress=0, active=0, waiting=0, training=0, generated=0, decode_seconds=0.0, train_seconds=0.0,
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ComputeStatus:
-    """State of the compute thread, consistent and taken between two slices. New work is in it before the slice that
-    computes it, so a stuck slice shows as work without progress."""
-
-    beat: protocol.Heartbeat = IDLE
-    """As far as this thread knows it."""
-    adapters: frozenset[str] = frozenset()
-    """Hashes of the adapters in memory."""
-
-
-@dataclass
-class Half:
-    """The engine's or the trainer's part of the status, as its owner published it last."""
-
-    fields: dict[str, Any] = field(default_factory=dict)
-    """Of the heartbeat."""
-    gauges: dict[str, float] = field(default_factory=dict)
-    memory: dict[str, tuple[int, int]] = field(default_factory=dict)
-    rows: Mapping[str, int] = field(default_factory=dict)
-    """That each tenant has in the engine."""
 
 
 @dataclass(eq=False)
@@ -166,7 +139,6 @@ class Compute:
         self._slices: list[TimeSlice] = []
         """The engine's and the trainer's."""
         self._halves = Half(), Half()
-        self._adapters: frozenset[str] = frozenset()
         self._stopping = False
         self.lanes = settings.worker.lanes
         """Its mode, which may change at any time."""
@@ -610,54 +582,32 @@ class Compute:
         """Update status and outbox: after every slice, and after calls so that a stuck slice shows its work. Each
         thread publishes what it owns."""
         decode, train = self._slices
-        of_engine, of_trainer = Half(), Half()
+        of_engine: Half | None = None
+        of_trainer: Half | None = None
         chunks: list[protocol.TokenChunk] = []
         results: list[TrainerResult] = []
-        adapters: frozenset[str] = frozenset()
-        if has_engine := lane or self._lane is None:
+        if lane or self._lane is None:
             self._clients = bool(core.gate.tracked)
-            chunks, adapters = core.engine.drain(), frozenset(core.engine.adapters())
-            of_engine = Half(
-                {
-                    "active": core.engine.active, "waiting": core.engine.waiting, "generated": core.engine.generated,
-                    "decode_seconds": decode.seconds, "interactive": len(core.gate.tracked),
-                    "slo_slack": core.gate.least_slack(), "free_tokens": core.engine.free_tokens,
-                    "costs": core.gate.costs.curves,
-                },
-                {**core.engine.gauges(), **core.gate.gauges(), "adapters_in_memory": len(adapters)},
-                {part: (use.used, use.budget) for part, use in core.engine.memory().items()},
-                core.engine.tenants(),
-            )  # fmt: skip
+            chunks, of_engine = core.engine.drain(), engine_half(core, decode)
         if not lane:
-            results = core.queue.drain()
-            of_trainer = Half(
-                {"training": core.queue.pending, "train_seconds": train.seconds},
-                {
-                    **core.queue.gauges(), "lanes_beside": float(self._lane is not None),
-                    "lanes_beside_seconds": self._beside_seconds,
-                    "lanes_predicted_gain": self._predicted_gain(),
-                },
-                {part: (use.used, use.budget) for part, use in core.memory_of_training().items()},
-            )  # fmt: skip
+            gauges = {
+                "lanes_beside": float(self._lane is not None),
+                "lanes_beside_seconds": self._beside_seconds,
+                "lanes_predicted_gain": self._predicted_gain(),
+            }
+            results, of_trainer = core.queue.drain(), trainer_half(core, train, gauges)
         with self._changed:
-            if self._plan is not None and not lane:
+            if self._plan is not None and of_trainer is not None:
                 self._plan.end_stages("trainer", core.queue.tenants())
-            if self._plan is not None and has_engine and (of_engine.rows or not decode.busy()):  # or clients are there
-                self._plan.end_stages("engine", of_engine.rows)
-            before, lent = self._halves, self._lane is not None
-            self._halves = before[0] if lent and not lane else of_engine, before[1] if lane else of_trainer
-            of_engine, of_trainer = self._halves
-            adapters = self._adapters = self._adapters if lent and not lane else adapters
-            other = train if lane else decode
-            counts = stepped and not (self._lane is not None and _stuck(other))
-            beat = msgspec.structs.replace(
-                IDLE, progress=self.status.beat.progress + counts,
-                lanes=self._describe_lanes(core),
+            if self._plan is not None and of_engine is not None and (of_engine.rows or not decode.busy()):
+                self._plan.end_stages("engine", of_engine.rows)  # without rows, clients may be there
+            engine, trainer = self._halves = of_engine or self._halves[0], of_trainer or self._halves[1]
+            counts = stepped and not (self._lane is not None and _stuck(train if lane else decode))
+            beat = beat_of(
+                engine, trainer, progress=self.status.beat.progress + counts, lanes=self._describe_lanes(core),
                 slowdowns=self._slowdowns(),
-                memory_parts=of_engine.memory | of_trainer.memory, gauges=of_engine.gauges | of_trainer.gauges,
-                **of_engine.fields, **of_trainer.fields,
             )  # fmt: skip
-            self.status = ComputeStatus(beat, adapters)
+            self.status = ComputeStatus(beat, engine.adapters)
             was_empty = not (self._chunks or self._results)
             self._chunks += chunks
             self._results += results
