@@ -121,7 +121,7 @@ def optimizer_steps(
         pass
     await_device()
     seconds = time.perf_counter() - began
-    problems = [finished.error for finished in trainer.queue.drain() if finished.error]
+    problems = [done.error for done, _ in trainer.queue.drain() if done.error]
     if problems:
         raise RuntimeError(problems[0])
     return seconds

@@ -167,7 +167,7 @@ def steps_of(trainer: Any, batch: protocol.TrainingBatch, lr: float, folder: Pat
     while trainer.queue.step():
         pass
     results = trainer.queue.drain()
-    assert not any(one.error for one in results), results
+    assert not any(one.done.error for one in results), results
     new = folder / f"v{number + 1}"
     new.mkdir()
     results[-1].export.write(new)

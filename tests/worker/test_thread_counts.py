@@ -166,7 +166,7 @@ class Work:
         def run_all() -> None:
             while trainer.queue.step():
                 pass
-            for done in trainer.queue.drain():
+            for done, _ in trainer.queue.drain():
                 assert not done.error, done.error
                 metrics = {name: value for name, value in done.metrics.items() if name != "seconds"}
                 found[f"log-probabilities of {done.op}"], found[f"metrics of {done.op}"] = done.logprobs, metrics

@@ -52,6 +52,10 @@ class Machine:
             self.queued.remove(op)
 
 
+def done(op: str) -> TrainerResult:
+    return TrainerResult(protocol.OperationDone(op=op))
+
+
 @pytest.mark.parametrize("stage", ["preparing", "queued", "computed"])
 async def test_a_cancelled_operation_leaves_the_trainer_and_is_not_answered(stage: str) -> None:
     machine, sending = Machine(), asyncio.Event()
@@ -69,7 +73,7 @@ async def test_a_cancelled_operation_leaves_the_trainer_and_is_not_answered(stag
     assert machine.queued == ([] if stage == "preparing" else ["cancelled"])
     if stage == "computed":
         machine.queued.clear()
-        operations.collect([TrainerResult("cancelled")])
+        operations.collect([done("cancelled")])
         await settle()
     operations.cancel("cancelled")
     machine.free.set()
@@ -77,6 +81,6 @@ async def test_a_cancelled_operation_leaves_the_trainer_and_is_not_answered(stag
     operations.start(step("kept"))
     await settle()
     assert machine.queued == ["kept"]
-    operations.collect([TrainerResult("cancelled"), TrainerResult("kept")])
+    operations.collect([done("cancelled"), done("kept")])
     await settle()
     assert answers == ["kept"]

@@ -156,11 +156,11 @@ def _training(core: WorkerCore, settings: Settings, scratch: Path) -> tuple[dict
     trainer.optim_step(protocol.OptimStep(op="commit", adam=None, upload="commit", **commit))
     while core.queue.step():
         pass
-    (committed,) = core.queue.drain()
+    ((committed, export),) = core.queue.drain()
     written = scratch / "committed"
     written.mkdir()
-    assert committed.export is not None, committed.error
-    sizes = {name: (written / name).stat().st_size for name in committed.export.write(written)}
+    assert export is not None, committed.error
+    sizes = {name: (written / name).stat().st_size for name in export.write(written)}
     adapter = sum(size for name, size in sizes.items() if name.startswith("adapter"))
     return {
         "train_token": round(statistics.median(passes[1:]) / (SEQUENCES * SEQUENCE_TOKENS), 8),
@@ -178,7 +178,7 @@ def _seconds(core: WorkerCore) -> float:
         pass
     device.finish(torch.device(core.implementation.device))
     seconds = time.perf_counter() - began
-    for done in core.queue.drain():
+    for done, _ in core.queue.drain():
         if done.error:
             raise RuntimeError(done.error)
     return seconds

@@ -166,7 +166,7 @@ class TrainingOps:
         """Take the results of operations that the trainer has finished."""
         self._room.notify()
         for result in results:
-            running = self._running.get(result.op)
+            running = self._running.get(result.done.op)
             if running is not None:
                 running.compute(result)
 
@@ -208,19 +208,15 @@ class TrainingOps:
                     result = await self._submit(op, inputs)
                 finally:
                     inputs.cancel()
-            done = await result
+            done, export = await result
         if op.is_share:
             self.evict(op.policy)  # the policy trains on another worker
         if done.error:
             self._on_failed(op, done.error)
-        if done.export is not None:
-            await self._commit(op, done.export, done.metrics)
+        if export is not None:
+            await self._commit(op, export, done.metrics)
         else:
-            await self._send(
-                protocol.OperationDone(
-                    op=op.op, error=done.error, category=done.category, metrics=done.metrics, logprobs=done.logprobs
-                )
-            )
+            await self._send(done)
 
     async def _fetch(self, op: protocol.ForwardBackward, pulled: contextlib.AsyncExitStack) -> Inputs:
         """The operation's encoded batch, and the folders of its gradients, pinned until ``pulled`` is closed."""

@@ -28,10 +28,10 @@ def test_a_committed_version_has_the_log_probabilities_of_its_canary(tmp_path: P
         protocol.OptimStep(op="s", policy="p", lease=1, parent=parent, steps=0, adam=None, upload="ticket")
     )
     trainer.queue.step()
-    (result,) = trainer.queue.drain()
-    assert result.export is not None
+    ((_, export),) = trainer.queue.drain()
+    assert export is not None
     (second := tmp_path / "second").mkdir()
-    assert CANARY_FILE in result.export.write(second)
+    assert CANARY_FILE in export.write(second)
     datum = protocol.Datum(
         tokens=tokens[:-1], rows=list(range(len(tokens) - 1)), targets=tokens[1:],
         **{name: [0.0] * (len(tokens) - 1) for name in ("logprobs", "advantages", "weights")},
@@ -43,7 +43,7 @@ def test_a_committed_version_has_the_log_probabilities_of_its_canary(tmp_path: P
     trainer.forward_backward(forward, protocol.TrainingBatch(data=[datum]))
     while trainer.queue.step():
         pass
-    (scored,) = trainer.queue.drain()
+    ((scored, _),) = trainer.queue.drain()
     expected = memoryview(scored.logprobs).cast("f").tolist()
     assert read_canary(second) == pytest.approx(expected, abs=1e-4)
 

@@ -96,7 +96,7 @@ def train(
         trainer.forward_backward(op, protocol.TrainingBatch(groups=found))
     while trainer.queue.step():
         pass
-    done = {finished.op: finished for finished in trainer.queue.drain()}
+    done = {finished.op: finished for finished, _ in trainer.queue.drain()}
     logprobs = {policy: torch.frombuffer(bytearray(done[policy].logprobs), dtype=torch.float32) for policy in groups}
     gradients = {policy: trainer.held[policy].state.gradient for policy in groups}
     return logprobs, gradients, sum(finished.metrics["seconds"] for finished in done.values())

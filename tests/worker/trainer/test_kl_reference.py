@@ -106,7 +106,7 @@ def test_policies_with_and_without_a_version_share_a_pass(tmp_path: Path) -> Non
     compared(at, None, "y")
     at.forward_backward(forward_backward("z", op="z"), batch())
     assert at.queue.step() and at.queue.pending == 0, "one pass"
-    done = {finished.op: finished for finished in at.queue.drain()}
+    done = {done.op: done for done, _ in at.queue.drain()}
     assert "kl:sum" not in done["z"].metrics
     for name, (penalty, wanted) in alone.items():
         assert done[f"kl {name}"].metrics["kl:sum"] == pytest.approx(penalty, rel=1e-4)

@@ -10,11 +10,13 @@ import torch
 from tests.worker.trainer.test_trainer import (
     adapter_folder,
     decoder,
+    exported,
     finish,
     forward_backward,
     masters,
     optim,
     ref,
+    results,
     trainer,
     units,
 )
@@ -99,9 +101,9 @@ def test_state_without_the_optimizers_state_is_not_kept_and_takes_no_step(tmp_pa
     at.forward_backward(forward_backward(op="share", upload="ticket"), batch)
     at.forward_backward(forward_backward(op="other", operations=1), batch)
     at.optim_step(optim(operations=2))
-    done = finish(at)
-    assert done["share"].export is not None and not done["share"].error
-    assert [done[op].category for op in ("other", "opt")] == ["stale", "stale"]
+    done = results(at)
+    assert done["share"].export is not None and not done["share"].done.error
+    assert [done[op].done.category for op in ("other", "opt")] == ["stale", "stale"]
     at.load("p", 1, ref("p"), tmp_path / "p", optimizer=False)
     at.offload("p")
     assert not at.restore("p", 2, ref("p")) and not at.held
@@ -173,7 +175,7 @@ def test_full_memory_evicts_offloaded_and_idle_states_and_waits_for_busy_ones(tm
     at.optim_step(optim(policy="a", parent=ref("a"), tenant="a", upload="v1"))
     with pytest.raises(NoRoom):
         at.optim_step(optim(policy="c", parent=ref("c"), tenant="c", upload="v1"))  # one copy fits
-    export = finish(at)["opt"].export
+    export = exported(at)
     del export
     at.optim_step(optim(policy="c", parent=ref("c"), tenant="c", upload="v1"))
     finish(at)

@@ -37,7 +37,7 @@ from rookery.worker.model.published import fuse
 from rookery.worker.trainer.loss_head import TokenLogprobs
 from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
 from rookery.worker.trainer.native.backbone import NativeBackbone
-from rookery.worker.trainer.operation_queue import EXPECTED_SECONDS, OperationQueue, TrainerResult
+from rookery.worker.trainer.operation_queue import EXPECTED_SECONDS, Export, OperationQueue, TrainerResult
 from rookery.worker.trainer.optim import GRADIENT_FILE, AdapterExport
 from rookery.worker.trainer.packed_pass import PassLimits
 from rookery.worker.trainer.packed_trainer import PackedTrainer
@@ -140,11 +140,21 @@ def trainer(
     return made
 
 
-def finish(of: PackedTrainer) -> dict[str, TrainerResult]:
+def results(of: PackedTrainer) -> dict[str, TrainerResult]:
     while of.queue.step():
         pass
     assert of.queue.pending == 0
-    return {finished.op: finished for finished in of.queue.drain()}
+    return {one.done.op: one for one in of.queue.drain()}
+
+
+def finish(of: PackedTrainer) -> dict[str, protocol.OperationDone]:
+    return {op: one.done for op, one in results(of).items()}
+
+
+def exported(of: PackedTrainer, op: str = "opt") -> Export:
+    export = results(of)[op].export
+    assert export is not None
+    return export
 
 
 def gradient(of: PackedTrainer, policy: str = "p") -> Tensor:
@@ -340,7 +350,7 @@ def test_group_larger_than_a_slice_is_split_between_its_members(tmp_path: Path, 
         slices.append(cut.trained - before)
         before = cut.trained
     assert len(slices) > 8 and max(slices) <= 2 * 20
-    wanted, given = finish(whole), {finished.op: finished for finished in cut.queue.drain()}
+    wanted, given = finish(whole), {done.op: done for done, _ in cut.queue.drain()}
     assert [finished.error for finished in given.values()] == ["", ""]
     close(gradient(cut), gradient(whole))
     for op, finished in given.items():
@@ -532,7 +542,7 @@ def test_nan_skips_one_policy_and_changes_no_other(tmp_path: Path) -> None:
     folders = {p: adapter_folder(tmp_path / p, 4, i) for i, p in enumerate("xy")}
     base = decoder()
 
-    def run(advantage: float, weights: float) -> tuple[PackedTrainer, dict[str, TrainerResult]]:
+    def run(advantage: float, weights: float) -> tuple[PackedTrainer, dict[str, protocol.OperationDone]]:
         at = trainer(base, folders, slice_tokens=4096)
         at.held["x"].state.sites[1, "qkv"].a.mul_(weights)
         bad = units(0)
@@ -587,8 +597,7 @@ def test_export_resumes_bit_for_bit(tmp_path: Path) -> None:
     first = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)})
     first.forward_backward(forward_backward(), protocol.TrainingBatch(groups=units(0)))
     first.optim_step(optim(upload="ticket"))
-    export = finish(first)["opt"].export
-    assert export is not None
+    export = exported(first)
 
     def next_step(at: PackedTrainer, parent: str, steps: int) -> Tensor:
         at.forward_backward(
@@ -772,7 +781,7 @@ def test_tenants_alternate(tmp_path: Path) -> None:
     )
     for _ in range(3):
         at.queue.step()
-    assert [finished.op for finished in at.queue.drain()] == ["little"]
+    assert [done.op for done, _ in at.queue.drain()] == ["little"]
     assert at.queue.pending == 1
     assert at.trained <= 3 * 64
 
@@ -786,9 +795,9 @@ def test_tenants_that_fit_a_slice_together_share_one_pass(tmp_path: Path) -> Non
     for policy in "abcde":
         at.forward_backward(forward_backward(policy, op=policy), batch)
     assert at.queue.step()
-    assert (at.trained, [result.op for result in at.queue.drain()]) == (1016, list("abcd"))
+    assert (at.trained, [done.op for done, _ in at.queue.drain()]) == (1016, list("abcd"))
     assert at.queue.step()
-    assert (at.trained, [result.op for result in at.queue.drain()]) == (5 * 254, ["e"])
+    assert (at.trained, [done.op for done, _ in at.queue.drain()]) == (5 * 254, ["e"])
 
 
 @pytest.mark.parametrize("loss", [AIPO, GSPO], ids=["aipo", "gspo"])
@@ -804,18 +813,19 @@ def test_shares_of_a_batch_sum_to_its_gradient(tmp_path: Path, parts: int, loss:
     for number, share in enumerate(shares := split_batch(batch, parts)):
         of = trainer(decoder(), {"p": folder}) if number else first
         of.forward_backward(forward_backward(loss=loss, upload="ticket" if number else ""), share)
-        answers.append(finish(of)["fb"])
+        done, export = results(of)["fb"]
+        answers.append(done)
         if number:
             exports.append(tmp_path / f"share {number}")
             exports[-1].mkdir()
-            assert (export := answers[-1].export) is not None
+            assert export is not None
             assert export.write(exports[-1]) == [GRADIENT_FILE]
     assert len(shares) == min(parts, 10)
     first.forward_backward(forward_backward(loss=loss, operations=1), protocol.TrainingBatch(), exports)
     answers.append(finish(first)["fb"])
     wanted = finish(whole)["fb"].metrics
     close(gradient(first), gradient(whole))
-    given = join_metrics([protocol.OperationDone(epoch=0, op="fb", metrics=answer.metrics) for answer in answers])
+    given = join_metrics(answers)
     assert given | {"seconds": 0} == pytest.approx(wanted | {"seconds": 0}, rel=1e-4, abs=1e-4)
     for one in (first, whole):
         one.optim_step(optim(operations=2 if one is first else 1))
@@ -829,9 +839,7 @@ def test_share_that_is_not_finite_skips_the_step(tmp_path: Path) -> None:
     bad = units(4)[:1]
     bad[0].members[0].advantages[0] = math.inf
     helper.forward_backward(forward_backward(upload="ticket"), protocol.TrainingBatch(groups=bad))
-    export = finish(helper)["fb"].export
-    assert export is not None
-    export.write(tmp_path)
+    exported(helper, "fb").write(tmp_path)
     before = masters(first)
     first.forward_backward(forward_backward(), protocol.TrainingBatch(groups=units(4)), [tmp_path])
     first.optim_step(optim())
@@ -985,7 +993,7 @@ def test_trainers_behind_one_queue_share_it_by_tenant(tmp_path: Path) -> None:
     while both.step():
         shares.append(set(both.tenant_tokens()))
     assert shares == [{"tenant of x"}, {"tenant of y"}] * 5
-    assert [result.op for result in both.drain()] == ["x", "y", "step x", "step y"]
+    assert [done.op for done, _ in both.drain()] == ["x", "y", "step x", "step y"]
     assert both.gauges()["worker_trained_tokens"] == 2 * one.trained == 2 * two.trained
 
 

@@ -33,7 +33,7 @@ from rookery.worker.memory import MemoryUse, TooSmall
 from rookery.worker.model.adapter import Adapter, Projections, init_adapter, read_adapter
 from rookery.worker.trainer.microbatch import Queued, QueuedBatch, operation_of
 from rookery.worker.trainer.operation_loss import check_loss
-from rookery.worker.trainer.operation_queue import Export, OperationQueue, TrainerResult
+from rookery.worker.trainer.operation_queue import Export, OperationQueue
 from rookery.worker.trainer.packing import PackedGroup
 from rookery.worker.trainer.states import OTHER_STATE, HeldPolicy, StaleOperation
 
@@ -163,7 +163,7 @@ class Trainer(ABC):
         if op.upload:
             export, held.exported_steps = self._export(op, held), held.steps
         metrics["seconds"] = time.perf_counter() - began
-        self.queue.add(TrainerResult(op.op, metrics=metrics, export=export))
+        self.queue.add(protocol.OperationDone(op=op.op, metrics=metrics), export)
 
     # --- of subclasses ----------------------------------------------------------------------------------------------
 

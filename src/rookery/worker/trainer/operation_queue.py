@@ -14,9 +14,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from cachetools import LRUCache
 
@@ -50,16 +49,11 @@ class Export(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class TrainerResult:
-    """Result of one operation, with the fields of ``protocol.OperationDone``; ``export`` is set if files must be
-    written and uploaded."""
+class TrainerResult(NamedTuple):
+    """The answer to one operation, which is sent without a manifest unless there is an ``export``: its files are
+    uploaded before."""
 
-    op: str
-    error: str = ""
-    category: Literal["", protocol.FailureCategory] = ""
-    metrics: dict[str, float] = field(default_factory=dict)
-    logprobs: bytes = b""
+    done: protocol.OperationDone
     export: Export | None = None
 
 
@@ -241,12 +235,12 @@ class OperationQueue(Generic[T]):
 
     # --- results ------------------------------------------------------------------------------------------------------
 
-    def add(self, result: TrainerResult) -> None:
-        self._results.append(result)
+    def add(self, done: protocol.OperationDone, export: Export | None = None) -> None:
+        self._results.append(TrainerResult(done, export))
 
     def finish(self, op: str, error: str, category: protocol.FailureCategory) -> None:
         """The result of an operation that did not succeed."""
-        self.add(TrainerResult(op, error, category))
+        self.add(protocol.OperationDone(op=op, error=error, category=category))
 
     def drain(self) -> list[TrainerResult]:
         """Results since the last call, in order."""

@@ -32,7 +32,6 @@ from rookery.worker.memory import MemoryUse, NoRoom
 from rookery.worker.model.adapter import WEIGHTS_FILE, adapter_numbers
 from rookery.worker.trainer.base import Trainer, check_rank, initial_adapter, packed_groups
 from rookery.worker.trainer.microbatch import PassItem, QueuedBatch, canary_logprobs, run_pass
-from rookery.worker.trainer.operation_queue import TrainerResult
 from rookery.worker.trainer.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.packed_pass import Backbone
 from rookery.worker.trainer.packing import PackedGroup
@@ -215,7 +214,8 @@ class PackedTrainer(Trainer):
         else:
             self.queue.remove(batch)
             held.complete(batch.op)
-            self.queue.add(TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=logprobs, export=export))
+            done = protocol.OperationDone(op=batch.op.op, metrics=batch.metrics, logprobs=logprobs)
+            self.queue.add(done, export)
 
     def _select(self, ready: list[QueuedBatch]) -> list[PassItem]:
         """Take groups for one pass from ``ready``, in order. The first batch fills the pass. Another one joins while

@@ -28,7 +28,6 @@ from rookery.worker.trainer.base import Trainer
 from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup
 from rookery.worker.trainer.fsdp.trainer import FolderExport, FsdpTrainer
 from rookery.worker.trainer.native.backbone import NativeBackbone
-from rookery.worker.trainer.operation_queue import TrainerResult
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 from rookery.worker.trainer.packing import PackedGroup, plan_passes
 from rookery.worker.transfer.cache import TRAINER_STATE, AdapterCache
@@ -91,10 +90,10 @@ def ref(version: str, rank: int) -> protocol.AdapterRef:
     return protocol.AdapterRef(policy="p", version=0, hash=version, rank=rank, alpha=2.0 * rank)
 
 
-def finish(trainer: Trainer) -> list[TrainerResult]:
+def finish(trainer: Trainer) -> list[protocol.OperationDone]:
     while trainer.queue.step():
         pass
-    return trainer.queue.drain()
+    return [done for done, _ in trainer.queue.drain()]
 
 
 def start(trainer: Trainer, folder: Path, rank: int) -> None:
@@ -108,7 +107,7 @@ def start(trainer: Trainer, folder: Path, rank: int) -> None:
 def take_step(
     trainer: Trainer, seed: int, rank: int, *, steps: int = 0, parent: str = "v0", to: Path | None = None,
     loss: protocol.Loss = AIPO, kl_weight: float = 0.0, reference: protocol.AdapterRef | None = None,
-) -> list[TrainerResult]:  # fmt: skip
+) -> list[protocol.OperationDone]:  # fmt: skip
     """A step on two batches; with ``to`` it is committed to that folder."""
     common = {"policy": "p", "lease": 1, "parent": ref(parent, rank), "steps": steps}
     for number in range(2):
@@ -120,13 +119,14 @@ def take_step(
     trainer.optim_step(
         protocol.OptimStep(op="step", adam=ADAM, scale=0.5, operations=2, upload="c" if to else "", **common)
     )
-    results = finish(trainer)
+    while trainer.queue.step():
+        pass
+    results, exports = zip(*trainer.queue.drain(), strict=True)
     assert [result.error for result in results] == ["", "", ""]
     if to is not None:
         to.mkdir()
-        assert results[-1].export is not None
-        results[-1].export.write(to)
-    return results
+        exports[-1].write(to)
+    return [*results]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -218,7 +218,7 @@ def test_a_slice_is_one_pass_of_a_group(pair: TrainingGroup, tmp_path: Path) -> 
     while len(slices) < 3 and trainer.queue.step():
         slices.append(sum(trainer.queue.tenant_tokens().values()))
     assert slices == [2 * 51, 2 * 51, 51], "the last token is not read; each process has 64"
-    (done,) = trainer.queue.drain()
+    ((done, _),) = trainer.queue.drain()
     assert (done.op, done.error, done.metrics["tokens"], len(done.logprobs)) == ("f", "", 10, 4 * 10)
     assert [result.error for result in finish(trainer)] == [""] and trainer.trained > sum(slices)
 
@@ -353,12 +353,12 @@ def test_refusals(pair: TrainingGroup, tmp_path: Path) -> None:
     with pytest.raises(NoRoom):  # another policy waits for this one's operations
         trainer.load("q", 1, ref("v0", 0), tmp_path / "v0")
     trainer.evict("p")
-    assert trainer.queue.drain()[0].category == "lost"
+    assert trainer.queue.drain()[0].done.category == "lost"
     trainer.load("q", 1, ref("v0", 0), tmp_path / "v0")
     small = sharded(pair, tmp_path, max_tokens=4)
     small.load("p", 1, ref("v0", 0), tmp_path / "v0")
     small.forward_backward(protocol.ForwardBackward(op="f", loss=AIPO, steps=0, **common), batch(0))
-    [result] = small.queue.drain()
+    [(result, _)] = small.queue.drain()
     assert result.category == "lost" and "the 4 that fit this worker's memory" in result.error
 
 

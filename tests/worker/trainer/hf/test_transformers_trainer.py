@@ -13,7 +13,17 @@ import peft
 import pytest
 import torch
 from tests.support.families import FAMILIES, small_config, small_model
-from tests.worker.trainer.test_trainer import close, finish, forward_backward, gradient, masters, optim, ref, units
+from tests.worker.trainer.test_trainer import (
+    close,
+    exported,
+    finish,
+    forward_backward,
+    gradient,
+    masters,
+    optim,
+    ref,
+    units,
+)
 from torch import Tensor
 
 from rookery import protocol
@@ -82,7 +92,7 @@ def test_packed_tenants_equal_peft_alone(tmp_path: Path, family: str) -> None:
             batch = protocol.TrainingBatch(groups=units(seed))
             trainer.forward_backward(forward_backward(policy, op=policy, logprobs=True), batch)
         assert trainer.queue.step()
-        done = {result.op: result for result in trainer.queue.drain()}
+        done = {result.op: result for result, _ in trainer.queue.drain()}
         assert set(done) == set(RANKS)  # it was one pass
         share = 5e-4 if family.startswith("qwen3_5") else 5e-5
         for policy, (wanted, logprobs) in zip(RANKS, expected, strict=True):
@@ -133,8 +143,7 @@ def test_equals_the_native_trainer(tmp_path: Path, family: str) -> None:
     files = []
     for number, trainer in enumerate((native, ours)):
         trainer.optim_step(optim(upload="ticket", operations=2))
-        export = finish(trainer)["opt"].export
-        assert export is not None
+        export = exported(trainer)
         written = tmp_path / str(number)
         written.mkdir()
         files.append(export.write(written))

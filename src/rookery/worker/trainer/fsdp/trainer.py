@@ -30,7 +30,7 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.trainer.base import Trainer, check_rank, initial_adapter, packed_groups
 from rookery.worker.trainer.fsdp import versions
 from rookery.worker.trainer.microbatch import QueuedBatch
-from rookery.worker.trainer.operation_queue import Export, TrainerResult
+from rookery.worker.trainer.operation_queue import Export
 from rookery.worker.trainer.optim import AdapterExport
 from rookery.worker.trainer.packing import PackedGroup, plan_passes
 from rookery.worker.trainer.states import HeldPolicy
@@ -282,7 +282,8 @@ class FsdpTrainer(Trainer):
             self.queue.remove(batch)
             content.planned = None
             content.held.complete(batch.op)
-            self.queue.add(TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs()))
+            done = protocol.OperationDone(op=batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs())
+            self.queue.add(done)
 
     def _compute_pass(self, content: PolicyInGroup, batch: QueuedBatch) -> PlannedGroups:
         """The next pass of ``batch``, on the state ``content``; its plan, with the passes that are left."""
