@@ -279,6 +279,19 @@ async def test_unknown_model_leaves_nothing_in_memory(service: Service) -> None:
     assert not visitor.sessions.loading
 
 
+async def test_a_session_whose_sign_of_life_was_not_stored_is_forgotten(service: Service) -> None:
+    clients = service.controller.sessions
+    row = await clients.create("alice", None, sdk_version="", name="", about={})
+    database = Refusing(service, "seen_session", AWAY)
+    with pytest.raises(Unavailable):
+        await clients.heartbeat("alice", row.id)
+    assert database.refused
+    await service.pass_until(lambda: not clients.known)
+    database.trouble = None
+    await clients.heartbeat("alice", row.id)
+    assert [*clients.known] == [row.id]
+
+
 # --- an absent place --------------------------------------------------------------------------------------------------
 
 GONE = DatabaseAway("the database does not answer", "postgresql://db.internal:5432/rookery")

@@ -19,7 +19,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 from weakref import WeakValueDictionary
@@ -67,6 +67,20 @@ ATTENTION = ("q", "k", "v", "o")
 """The layers that ``train_attn`` selects; ``train_mlp`` selects the others."""
 
 
+@dataclass(eq=False)
+class KnownSession:
+    """A session whose client was heard lately, or which has runs or samples in memory."""
+
+    seen: float
+    """When its client gave its last sign of life (monotonic seconds)."""
+    stored: float = -math.inf
+    """When that was stored last."""
+    suspended: bool = False
+    row: SessionRow | None = None
+    """Without what its client says about it: as objects it may take twenty times its text. None while it must be read,
+    as that of a finished session."""
+
+
 class Sessions:
     """Clients' sessions, with their training runs, ``samplers`` and ``futures``."""
 
@@ -92,14 +106,8 @@ class Sessions:
         """Among them, all that have queued operations."""
         self.loading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """A lock lives as long as a task holds it or waits for it."""
-        self._open: dict[str, SessionRow] = {}
-        """Rows of sessions that are not finished, without what their clients say about them: as objects it may take
-        twenty times its text."""
-        self._seen: dict[str, float] = {}
-        """When each session's client gave its last sign of life (monotonic seconds), the longest ago first."""
-        self._suspended: set[str] = set()
-        self._stored: dict[str, float] = {}
-        """When each session's last sign of life was stored."""
+        self.known: dict[str, KnownSession] = {}
+        """By id, the one that was seen the longest ago first."""
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -120,7 +128,7 @@ class Sessions:
         assert isinstance(operation, Sample)
         sampler = await store.read(sessions.get_sampler, row.tenant, operation.sampler)
         await self._row(row.tenant, sampler.session)
-        self._seen.setdefault(sampler.session, self._context.clock.monotonic())
+        self._know(sampler.session)
         rooms.models.provide(sampler.base_model)
         rooms.rollouts.expect_resumptions()
         self.samplers.start(future, operation, sampler)
@@ -159,32 +167,30 @@ class Sessions:
         """Suspend the sessions without a heartbeat, and drop the operations of those that are silent for too long. A
         session that its client finished runs its last operations."""
         rules, now = self.rules, self._context.clock.monotonic()
-        for session, seen in list(takewhile(lambda known: now - known[1] > rules.idle, self._seen.items())):
+        for session, known in list(takewhile(lambda item: now - item[1].seen > rules.idle, self.known.items())):
             runs = self.runs.of(session=session)
             if not runs and not self.samplers.has(session):
                 self._forget(session)
                 continue
-            if session not in self._open:
+            if known.row is None:
                 for run in runs:
                     run.release_slot()
                 continue
-            if session not in self._suspended:
-                self._suspended.add(session)
+            if not known.suspended:
+                known.suspended = True
                 for run in runs:
                     run.suspend()
             self.samplers.suspend(session)  # also requests that came back from a lost worker
-            if now - seen > rules.abandon:
+            if now - known.seen > rules.abandon:
                 error = f"dropped: session {session} had no heartbeat for {rules.abandon:.0f} s"
                 count = sum(run.drop(error) for run in runs) + self.samplers.drop(session, error)
                 if count:
-                    log.warning("%d operations %s", count, error, extra={"tenant": self._open[session].tenant})
+                    log.warning("%d operations %s", count, error, extra={"tenant": known.row.tenant})
 
     def _forget(self, session: str) -> None:
         """The session's client is away, and nothing of it is in memory."""
-        del self._seen[session]
-        self._stored.pop(session, None)
-        self._open.pop(session, None)
         self._resume(session)
+        del self.known[session]
 
     async def sweep(self) -> None:
         """Delete what has expired: results, checkpoints, weights of idle samplers, lost and finished sessions."""
@@ -197,7 +203,8 @@ class Sessions:
         await self.samplers.retire(rules.sampler_idle)
         limit = rules.expire
         for session in await store.read(sessions.silent_sessions, steady.before(limit)):
-            if context.clock.monotonic() - self._seen.get(session.id, -math.inf) > limit:
+            known = self.known.get(session.id)
+            if known is None or context.clock.monotonic() - known.seen > limit:
                 extra = {"tenant": session.tenant}
                 log.info("session %s is finished: no heartbeat for %.0f s", session.id, limit, extra=extra)
                 with work_of(session.tenant):
@@ -214,7 +221,7 @@ class Sessions:
             if not run.unused:
                 continue
             row = await self._row(run.row.tenant, run.row.session)
-            if row.finished is not None or row.id in self._suspended:
+            if row.finished is not None or self._is_suspended(row.id):
                 await self._unload(id, run)
 
     async def _unload(self, id: str, run: TrainingRun) -> None:
@@ -254,18 +261,30 @@ class Sessions:
     async def get(self, tenant: str, id: str) -> SessionRow:
         """The session, whose client is alive, without what that says about it. Raises :class:`NotFound`."""
         row, now = await self._row(tenant, id), self._context.clock.monotonic()
-        if row.finished is None and now - self._stored.get(id, -math.inf) > SEEN_SECONDS:
+        if row.finished is None and now - self._know(id).stored > SEEN_SECONDS:
             await self._context.store.write(sessions.seen_session, id, self._time())
-            self._stored[id] = now
+            self._know(id).stored = now
             row = await self._row(tenant, id)  # it may have been finished meanwhile
-        self._seen.pop(id, None)
-        self._seen[id] = self._context.clock.monotonic()  # it is the last one now
+        known = self._know(id)
+        known.seen = self._context.clock.monotonic()
+        self.known[id] = self.known.pop(id)  # it is the last one now
         self._resume(id)
         return row
 
+    def _know(self, session: str) -> KnownSession:
+        """The session's record; one that was not known counts as seen now."""
+        known = self.known.get(session)
+        if known is None:
+            known = self.known[session] = KnownSession(self._context.clock.monotonic())
+        return known
+
+    def _is_suspended(self, session: str) -> bool:
+        known = self.known.get(session)
+        return known is not None and known.suspended
+
     def _resume(self, session: str) -> None:
-        if session in self._suspended:
-            self._suspended.discard(session)
+        if self._is_suspended(session):
+            self.known[session].suspended = False
             self.samplers.resume(session)
             for run in self.runs.of(session=session):
                 run.resume()
@@ -281,18 +300,19 @@ class Sessions:
         try:
             await self._context.store.write(sessions.finish_session, id, status, self._time())
         finally:
-            self._open.pop(id, None)  # the database may have stored it and failed to answer
+            self._know(id).row = None  # the database may have stored it and failed to answer
         self._resume(id)
         await self.samplers.end(id)
         for run in self.runs.of(session=id):
             run.release_slot()
 
     async def _row(self, tenant: str, id: str) -> SessionRow:
-        row = self._open.get(id)
+        known = self.known.get(id)
+        row = known.row if known is not None else None
         if row is None:
             row = replace(await self._context.store.read(sessions.get_session, tenant, id), about={})
             if row.finished is None:
-                self._open[id] = row
+                self._know(id).row = row
         if row.tenant != tenant:
             raise NotFound(f"no session {id}")
         return row
@@ -352,7 +372,7 @@ class Sessions:
         """The base models of the runs whose clients are not idle, of one tenant or of all."""
 
         def used(runs: Iterable[TrainingRun]) -> Iterator[str]:
-            return (run.row.base_model for run in runs if run.row.session not in self._suspended)
+            return (run.row.base_model for run in runs if not self._is_suspended(run.row.session))
 
         if tenant is not None:
             return set(used(self.runs.of(tenant=tenant)))
@@ -372,8 +392,7 @@ class Sessions:
                     await self._unload_for_another(tenant)
                     run = TrainingRun(self._context, self.futures, self._slots, replace(row, about={}), policy)
                     await run.load()
-                    self._seen.setdefault(row.session, self._context.clock.monotonic())
-                    if row.session in self._suspended:
+                    if self._know(row.session).suspended:
                         run.suspend()
                     self.runs[id] = self._queued[id] = run
         if run.row.tenant != tenant:
