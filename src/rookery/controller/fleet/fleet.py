@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rookery import protocol
 from rookery.aio import BackgroundTasks
@@ -52,6 +52,15 @@ MOST_ROWS = 1 << 16
 """Of a worker: one that says it has any number of rows would get all requests."""
 
 
+class ModelFailure(NamedTuple):
+    """The last worker of a base model does not work."""
+
+    reason: str
+    """For tenants."""
+    worker: str
+    """Its name; empty where all that one process started have failed."""
+
+
 class Fleet:
     """Registers workers, reports their messages and losses as events, watches their health."""
 
@@ -68,10 +77,8 @@ class Fleet:
         """By model, of the workers that generate with it now."""
         self._closing = BackgroundTasks()
         self.epoch = int(clock.time() * 1000)
-        self.failures: dict[str, str] = {}
-        """Why the last worker of a base model does not work, for tenants, until one is loaded."""
-        self._failed: dict[str, str] = {}
-        """The names of those workers, by base model; empty where all that one process started have failed."""
+        self.failures: dict[str, ModelFailure] = {}
+        """By base model, until a worker has loaded it."""
         self.ignored_frames = 0
         self.bad_frames = 0
         self.losses = 0
@@ -120,15 +127,16 @@ class Fleet:
 
     def failure(self, model: str) -> str:
         """Why no worker will train ``model``; empty while one trains it, or may come."""
-        return self.failures.get(model, "") if not self._trained(model, self._failed.get(model, "")) else ""
+        known = self.failures.get(model)
+        return known.reason if known is not None and not self._trained(model, known.worker) else ""
 
     def fail(self, model: str, reason: str, worker: str = "") -> str:
         """The process of this ``worker`` of ``model``, or without a name those of all that were started, ended for this
         ``reason``; :meth:`failure` then. Where others train the model, the reason is not kept for a later moment in
         which they are away."""
         if not self._trained(model, worker):
-            self.failures[model] = f"the worker of {model} does not work: {without_paths(reason, keep=model)}"
-            self._failed[model] = worker
+            reason = f"the worker of {model} does not work: {without_paths(reason, keep=model)}"
+            self.failures[model] = ModelFailure(reason, worker)
         return self.failure(model)
 
     def _trained(self, model: str, worker: str) -> bool:
