@@ -193,8 +193,7 @@ class TrainingDispatcher:
 
     def in_flight(self, worker: Worker) -> int:
         """The number of its operations without an answer."""
-        busy = self._busy.get(worker)
-        return busy.count if busy is not None else 0
+        return self._operations.count(worker=worker)
 
     def open_spans(self) -> Iterator[TraceSpan]:
         """The operations without an answer."""
