@@ -146,15 +146,16 @@ def local_workers(settings: Settings, models: Sequence[str], url: str, token: st
         return []
     settings = _shared(settings, len(models))
     environment = preloaded(child_environment(settings, token), settings.worker.allocator)
-    children = []
-    for model in models:
-        for number in range(1, settings.server.workers + 1):
-            name = f"{file_name(model)}-{number}"
-            arguments = ["--connect", url, "--model", model, "--name", f"local-{name}", "--die-with-parent"]
-            arguments = ["rookery.worker.process", *arguments]
-            child = Child(f"worker-{name}", arguments, environment, model=model, worker=f"local-{name}")
-            children.append(child)
-    return children
+    numbers = range(1, settings.server.workers + 1)
+    return [_worker(model, f"-{number}", url, environment) for model in models for number in numbers]
+
+
+def _worker(model: str, suffix: str, url: str, environment: dict[str, str], *more: str) -> Child:
+    """A worker of ``model`` on this machine, with ``more`` arguments."""
+    name = f"{file_name(model)}{suffix}"
+    arguments = ["--connect", url, "--model", model, "--name", f"local-{name}", *more, "--die-with-parent"]
+    arguments = ["rookery.worker.process", *arguments]
+    return Child(f"worker-{name}", arguments, environment, model=model, worker=f"local-{name}")
 
 
 def _shared(settings: Settings, models: int) -> Settings:
@@ -171,13 +172,8 @@ def elastic_workers(
     """Rollout workers in addition to the :func:`local_workers` of ``model``, one of so many ``models``."""
     settings = _shared(settings, models)
     environment = preloaded(child_environment(settings, token), settings.worker.allocator)
-    children = []
-    for number in numbers:
-        name = f"{file_name(model)}{SCALED}{number}"
-        arguments = ["rookery.worker.process", "--connect", url, "--model", model, "--name", f"local-{name}",
-                     "--roles", "rollout", "--die-with-parent"]  # fmt: skip
-        children.append(Child(f"worker-{name}", arguments, environment, model=model, worker=f"local-{name}"))
-    return children
+    roles = "--roles", "rollout"
+    return [_worker(model, f"{SCALED}{number}", url, environment, *roles) for number in numbers]
 
 
 def ray_launchers(settings: Settings, models: Sequence[str], url: str, token: str) -> list[Child]:
