@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import itertools
 import json
 import math
@@ -13,12 +12,11 @@ import re
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from decimal import Decimal
 from fractions import Fraction
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,14 +28,12 @@ from websockets.http11 import Request, Response
 
 from rookery import protocol
 from rookery.aio import cancel_all
-from rookery.environments import host
 from rookery.environments.agent import LLM, Agent
 from rookery.environments.base import Environment, Reply, Split, Step
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.episodes import Episodes, UserCodeExecutor
 from rookery.environments.foreign.pool import calling_tenant
 from rookery.environments.host import Host, Hosted
-from rookery.environments.jsonl import Jsonl
 from rookery.environments.models import ModelAnswer, ModelQuestion
 from rookery.errors import EXIT_REFUSED, UserError
 
@@ -169,50 +165,6 @@ async def test_an_episode_from_hello_to_reward() -> None:
         await controller.ask(reset("e3", "slow", seconds=0.01, prompts=2))
         assert (await controller.ask(step("e3"))).reward == 1
         assert controller.beats
-
-
-class Counted(Environment):
-    """One of a user, built from options."""
-
-    built: ClassVar[Counter[int]] = Counter()
-
-    def __init__(self, number: int) -> None:
-        Counted.built[number] += 1
-
-    def prompts(self, split: Split) -> list[Any]:
-        return [1]
-
-    def reset(self, prompt: Any, seed: int) -> Any:
-        return []
-
-
-async def test_a_built_in_environment_that_nothing_uses_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its rows. One of a user is kept, which may take minutes to build."""
-
-    def alive() -> int:
-        gc.collect()
-        return sum(type(one) is Jsonl for one in gc.get_objects())
-
-    before = alive()
-    async with hosting(jsonl=BUILTINS["jsonl"], counted=Counted) as controller:
-
-        async def ask(number: int) -> Any:
-            rows = [{"prompt": f"{number} {row}", "answer": "1"} for row in range(2)]
-            assert not (await controller.ask(prompts("counted", number=number))).error
-            answer = await controller.ask(prompts("jsonl", rows=rows, verifier={"name": "exact"}))
-            assert len(answer.prompts) == 3, answer.error
-
-        for number in range(6):
-            await ask(number)
-        assert alive() - before == 6
-        monkeypatch.setattr(host, "UNUSED_SECONDS", 0.3)
-        await asyncio.sleep(0.4)
-        await ask(5)
-        assert alive() - before == 1 and Counted.built == dict.fromkeys(range(6), 1)
-        monkeypatch.setattr(host, "MAX_PROTOTYPES", 4)
-        for number in range(6):
-            await ask(number)
-        assert alive() - before == 2
 
 
 class SaysAddress(Agent):

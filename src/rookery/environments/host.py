@@ -22,7 +22,6 @@ import logging
 import sys
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -36,13 +35,12 @@ from rookery.environments.agent import LLM, Agent
 from rookery.environments.base import Environment
 from rookery.environments.builtins import BUILTINS, Builtin
 from rookery.environments.checks import EnvironmentChecks
-from rookery.environments.datasets import PromptDataset, repeated_note
 from rookery.environments.episodes import CallProgress, Episodes, UserCodeExecutor, describe_error
 from rookery.environments.foreign.pool import calling_tenant
 from rookery.environments.judges import answer_of, named_judge
 from rookery.environments.models import ModelAnswer, ModelQuestion
 from rookery.environments.outbound import reachable_hosts
-from rookery.environments.reasoning_gym import ReasoningGym
+from rookery.environments.prototypes import Prototypes
 from rookery.environments.rules import EnvironmentRules
 from rookery.environments.sandbox.sandbox import isolation
 from rookery.errors import EXIT_REFUSED, UserError, short
@@ -55,13 +53,6 @@ from rookery.telemetry.log import log_to_stderr
 
 log = logging.getLogger("rookery.environments")
 
-MAX_PROTOTYPES = 256
-"""Environments kept built, one per (name, options) in use; the one unused longest is built again when needed."""
-
-UNUSED_SECONDS = 600.0
-"""A built-in environment that nothing used for so long is dropped: its job has ended, and its rows may be many. One of
-a user's is kept: to build it may take minutes."""
-
 PING_SECONDS, PING_TIMEOUT = 5.0, 10.0
 """A silent service is noticed within their sum, well within jobs' return_timeout."""
 
@@ -70,26 +61,6 @@ Sent = protocol.Prompts | protocol.Observation | protocol.AgentStarted | protoco
 
 Hosted = Environment | type[Environment] | Builtin
 """An object (episodes are copies of it), a class (built from the job's options), or a built-in."""
-
-
-@dataclass
-class _Prototype:
-    environment: Environment
-    splits: dict[str, PromptDataset]
-
-    def take(self, message: protocol.GetPrompts) -> tuple[list[bytes], int, str]:
-        """Prompts as JSON, the split's size, and a note about the split with its first ones. Runs a user's code."""
-        dataset, held_out = self.splits[message.split], message.split == "eval"
-        wrap = not held_out and not message.constant
-        prompts, size = dataset.take(message.start, message.count, message.seed, message.shuffle, wrap=wrap)
-        note = ""
-        if message.start == 0 and not message.constant:
-            if isinstance(self.environment, ReasoningGym):
-                note = self.environment.note(message.split)
-            elif held_out:
-                with contextlib.suppress(Exception):  # of the training split: its own call reports it
-                    note = repeated_note(self.splits["train"], dataset)
-        return prompts, size, note
 
 
 class Host:
@@ -112,8 +83,7 @@ class Host:
         """Of the service or its standbys, the one that was reached last."""
         self._offers = dict(environments)
         self._instance = instance or f"host-{uuid.uuid4().hex}"
-        self._prototypes: dict[tuple[str, bytes], tuple[asyncio.Task[_Prototype], float]] = {}
-        """Each with the time of its last use, in this order."""
+        self._prototypes = Prototypes(self._build, lambda name: isinstance(self._offers.get(name), Builtin))
         self._tasks: set[asyncio.Task[None]] = set()
         self._channel: Channel[protocol.ToHost] | None = None
         self._calls = UserCodeExecutor()
@@ -239,7 +209,7 @@ class Host:
         calling_tenant.set(message.tenant)
         answer = protocol.Prompts(call=message.call)
         try:
-            prototype = await self._prototype(message.environment, message.options)
+            prototype = await self._prototypes.get(message.environment, message.options)
             threads = self._calls.thread_limit(message.job)
             progress = CallProgress(message.call, self._queued)
             prompts, answer.size, note = await self._calls(threads, prototype.take, message, progress=progress)
@@ -253,24 +223,8 @@ class Host:
             answer.error = describe_error(error)
         await self._send(answer)
 
-    async def _prototype(self, name: str, options: dict[str, Any]) -> _Prototype:
-        key = (name, msgspec.msgpack.encode(options, order="deterministic"))
-        task, _ = self._prototypes.pop(key, (None, 0.0))
-        if task is None or (task.done() and task.exception() is not None):
-            task = asyncio.create_task(self._build(name, options))
-        now = asyncio.get_running_loop().time()
-        self._prototypes[key] = task, now
-        unused = {
-            one
-            for one, (_, used) in self._prototypes.items()
-            if now - used > UNUSED_SECONDS and isinstance(self._offers.get(one[0]), Builtin)
-        }
-        for dropped in unused.union(list(self._prototypes)[:-MAX_PROTOTYPES]):
-            del self._prototypes[dropped]
-        return await asyncio.shield(task)
-
     async def _environment(self, name: str, options: dict[str, Any]) -> Environment:
-        return (await self._prototype(name, options)).environment
+        return (await self._prototypes.get(name, options)).environment
 
     def _llm(self, reset: protocol.Reset) -> LLM:
         """The model of an agent's episode."""
@@ -285,22 +239,20 @@ class Host:
         """The method of a call waits for a thread, or begins."""
         self._spawn(self._send(protocol.CallQueued(call=call, queued=queued)))
 
-    async def _build(self, name: str, options: dict[str, Any]) -> _Prototype:
+    async def _build(self, name: str, options: dict[str, Any]) -> Environment:
         offer = self._offers.get(name)
         if offer is None:
             raise UserError(f"this host has no environment {name!r}; it has {', '.join(self._offers)}")
         if isinstance(offer, Environment) and options:
             raise UserError(f"environment {name!r} is an object and takes no options; given {', '.join(options)}")
         if isinstance(offer, Environment):
-            environment = offer
-        else:
-            build: Callable[[], Environment] = (
-                (lambda: offer.built_in_host(options, self._checks))
-                if isinstance(offer, Builtin)
-                else (lambda: offer(**options))
-            )
-            environment = await self._calls(self._calls.thread_limit(f"build {name} for {calling_tenant.get()}"), build)
-        return _Prototype(environment, {split: PromptDataset(environment, split) for split in ("train", "eval")})
+            return offer
+        build: Callable[[], Environment] = (
+            (lambda: offer.built_in_host(options, self._checks))
+            if isinstance(offer, Builtin)
+            else (lambda: offer(**options))
+        )
+        return await self._calls(self._calls.thread_limit(f"build {name} for {calling_tenant.get()}"), build)
 
     def _observe(
         self,
@@ -322,7 +274,8 @@ class Host:
 
     async def _end(self) -> None:
         await self._episodes.close_all()
-        await cancel_all(*self._tasks, *(task for task, _ in self._prototypes.values()))
+        await cancel_all(*self._tasks)
+        await self._prototypes.close()
         self._calls.close()
         self._checks.close()
 
