@@ -172,18 +172,21 @@ def test_odd_shapes_are_refused(shape: list[int]) -> None:
     assert len(str(refused.value)) < 500
 
 
-def test_scores_as_arrays_are_encoded_as_those_that_earlier_releases_stored_as_lists() -> None:
-    nan = float("nan")
+def test_scores_of_a_prompt_are_sent_in_the_sdks_form() -> None:
+    """The SDK has a number of its choice where there is no token."""
     scores = protocol.PromptLogprobs(
         logprobs=np.array([-1.0, -2.0], "<f4").tobytes(),
         top_tokens=np.array([7, 8, 9, protocol.NO_TOKEN], "<i4").tobytes(),
         top_logprobs=np.array([-0.5, -1.0, -0.25, -np.inf], "<f4").tobytes(),
     ).after(1, 2)
-    lists = SampleResult(texts=[], prompt_logprobs=[nan, -1.0, -2.0], topk=[[], [(7, -0.5), (8, -1.0)], [(9, -0.25)]])
-    stored = decode_result(encode_result(lists))
-    arrays = decode_result(encode_result(SampleResult(texts=[], prompt_logprobs=scores.logprobs, topk=scores)))
-    assert isinstance(stored, SampleResult) and isinstance(arrays, SampleResult)
-    assert protobuf.encode(arrays) == protobuf.encode(stored)
+    result = decode_result(encode_result(SampleResult(texts=[], prompt_logprobs=scores.logprobs, topk=scores)))
+    assert isinstance(result, SampleResult)
+    sent = protobuf.schema().SampleResponse.FromString(protobuf.encode(result))
+    none, likeliest = -99999.0, sent.topk_prompt_logprobs
+    np.testing.assert_array_equal(np.frombuffer(sent.prompt_logprobs, "<f4"), [np.nan, -1.0, -2.0])
+    assert (likeliest.length, likeliest.k) == (3, 2)
+    assert np.frombuffer(likeliest.token_ids, "<i4").tolist() == [0, 0, 7, 8, 9, 0]
+    assert np.frombuffer(likeliest.logprobs, "<f4").tolist() == [none, none, -0.5, -1.0, -0.25, none]
 
 
 def ratios(**changed: float) -> Any:

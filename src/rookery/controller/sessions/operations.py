@@ -210,12 +210,12 @@ class SampledSequence(protocol.TokenLog, omit_defaults=True, kw_only=True):
 
 
 class SampleResult(OperationResult, tag="Answered"):
-    """``prompt_logprobs``: one per prompt token, NaN where there is none; ``topk``: per prompt token the most likely
-    tokens with their log-probabilities, best first. Earlier releases stored both as lists."""
+    """``prompt_logprobs``: float32 little-endian, one per prompt token, NaN where there is none; ``topk``: per prompt
+    token the most likely tokens with their log-probabilities, best first."""
 
     texts: list[SampledSequence]
-    prompt_logprobs: protocol.Floats | None = None
-    topk: list[protocol.Likeliest] | protocol.PromptLogprobs | None = None
+    prompt_logprobs: bytes | None = None
+    topk: protocol.PromptLogprobs | None = None
 
 
 AnyResult = (

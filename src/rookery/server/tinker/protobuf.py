@@ -353,7 +353,7 @@ def size_of(result: ForwardBackwardResult | SampleResult) -> int:
     """About how many bytes :func:`encode` makes, or more."""
     if isinstance(result, ForwardBackwardResult):
         return 4 * sum(map(math.prod, result.shapes))
-    scores = 0 if result.prompt_logprobs is None else 4 * len(result.prompt_logprobs)
+    scores = 0 if result.prompt_logprobs is None else len(result.prompt_logprobs)
     return 8 * sum(len(text.tokens) for text in result.texts) + scores + (LARGE_BYTES if result.topk is not None else 0)
 
 
@@ -400,7 +400,7 @@ def _samples(result: SampleResult) -> Any:
             logprobs=np.array(text.logprobs, "<f4").tobytes(),
         )
     if result.prompt_logprobs is not None:
-        message.prompt_logprobs = np.array(protocol.floats(result.prompt_logprobs), "<f4").tobytes()
+        message.prompt_logprobs = result.prompt_logprobs
     if result.topk is not None:
         tokens, logprobs = _likeliest(result.topk)
         message.topk_prompt_logprobs.token_ids = tokens.tobytes()
@@ -409,16 +409,10 @@ def _samples(result: SampleResult) -> Any:
     return message
 
 
-def _likeliest(topk: list[protocol.Likeliest] | protocol.PromptLogprobs) -> tuple[np.ndarray, np.ndarray]:
+def _likeliest(topk: protocol.PromptLogprobs) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and log-probabilities [prompt tokens, k]."""
-    if isinstance(topk, protocol.PromptLogprobs):
-        shape = (len(topk), topk.width)
-        tokens = np.frombuffer(topk.top_tokens, "<i4").reshape(shape)
-        logprobs = np.frombuffer(topk.top_logprobs, "<f4").reshape(shape)
-        empty, (token, logprob) = tokens == protocol.NO_TOKEN, NO_TOKEN
-        return np.where(empty, token, tokens).astype("<i4"), np.where(empty, logprob, logprobs).astype("<f4")
-    width = max(map(len, topk), default=0)
-    padded = [[*row, *[NO_TOKEN] * (width - len(row))] for row in topk]
-    shape = (len(padded), width)
-    tokens = np.array([token for row in padded for token, _ in row], "<i4").reshape(shape)
-    return tokens, np.array([logprob for row in padded for _, logprob in row], "<f4").reshape(shape)
+    shape = (len(topk), topk.width)
+    tokens = np.frombuffer(topk.top_tokens, "<i4").reshape(shape)
+    logprobs = np.frombuffer(topk.top_logprobs, "<f4").reshape(shape)
+    empty, (token, logprob) = tokens == protocol.NO_TOKEN, NO_TOKEN
+    return np.where(empty, token, tokens).astype("<i4"), np.where(empty, logprob, logprobs).astype("<f4")
