@@ -169,14 +169,8 @@ def algorithm(spec: Any) -> str:
 
 
 def shown_prompt(stored: bytes) -> Any:
-    """A prompt as results show it: as text, if an earlier release stored one that no response can hold. None where it
-    is not kept any more."""
-    if not stored:
-        return None
-    try:
-        return values.decode(stored)
-    except ValueError:
-        return stored.decode(errors="replace")
+    """A prompt as results show it; None where it is not kept any more."""
+    return values.decode(stored) if stored else None
 
 
 def _group(group: GroupRow, spec: Mapping[str, Any], names: Mapping[str, str]) -> GroupView:
