@@ -22,6 +22,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rookery import protocol
 from rookery.aio import Signal, first_of
@@ -62,6 +63,18 @@ class CycleTimer:
     """At the begin of its train phase."""
     stepped: set[str] = field(default_factory=set)
     """Policies that took an optimizer step in it."""
+
+    @property
+    def phase(self) -> Literal["waiting", "seeding", "training"]:
+        """It waits for its first token; the worker generates; the worker trains, until the policies have stepped."""
+        if self.began is None:
+            return "waiting"
+        return "seeding" if self.trains is None else "training"
+
+    def seed_left(self, seconds: float, now: float) -> float:
+        """The rest of a seed phase that takes ``seconds``."""
+        assert self.began is not None, "it has begun"
+        return self.began.now + seconds - now
 
     def end(self, now: CycleSample) -> Cycle | None:
         """The finished cycle; None where no token was generated, or no remote worker was there."""
@@ -263,7 +276,7 @@ class Seeding:
         if request.adapter is None:
             return
         trainer = self._trainer_of.get(request.adapter.policy)
-        if trainer is not None and (cycle := trainer.cycle) is not None and cycle.began is None:
+        if trainer is not None and (cycle := trainer.cycle) is not None and cycle.phase == "waiting":
             cycle.began = self._sample(trainer)
             trainer.planner.begin(self._remotes[trainer.model].used)
             self._due.notify()
@@ -274,8 +287,8 @@ class Seeding:
             change, left = self._due.next, []
             for trainer in list(self._trainers.values()):
                 cycle = trainer.cycle
-                if cycle is not None and cycle.began is not None and cycle.trains is None:
-                    seconds = cycle.began.now + trainer.planner.seconds - self._clock.monotonic()
+                if cycle is not None and cycle.phase == "seeding":
+                    seconds = cycle.seed_left(trainer.planner.seconds, self._clock.monotonic())
                     if seconds > 0:
                         left.append(seconds)
                         self._set_closed(trainer.worker, False)
@@ -313,7 +326,7 @@ class Seeding:
         trainer = self._trainer_of[policy]
         if (cycle := trainer.cycle) is None:
             return
-        if done is None and cycle.trains is not None:
+        if done is None and cycle.phase == "training":
             self._migrate(trainer)
         elif done is not None and isinstance(operation, protocol.OptimStep):
             again = policy in cycle.stepped
