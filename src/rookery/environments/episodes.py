@@ -61,8 +61,9 @@ MESSAGES = 'a list of {"role": …, "content": …}'
 _PACKAGE = str(Path(__file__).parent.parent)
 
 
-CallState = Literal["queued", "running", "awaiting"]
-"""A method waits for a thread, runs in one, or is awaited in the event loop. A running one cannot be cancelled."""
+CallState = Literal["idle", "building", "queued", "running", "awaiting"]
+"""No call is under way, or its environment is built, now also for others; or its method waits for a thread, runs in
+one, or is awaited in the event loop. A running one cannot be cancelled."""
 
 
 @dataclass
@@ -72,21 +73,27 @@ class CallProgress:
     call: str
     report: Callable[[str, bool], None]
     """Called with the call when its method begins to wait for a thread (true), and when it has one."""
-    queued: bool = False
-    cancellable: bool = False
+    state: CallState = "idle"
+
+    @property
+    def cancellable(self) -> bool:
+        return self.state not in ("idle", "running")
 
     def change(self, state: CallState) -> None:
-        """The method of the call is in this state now."""
-        self.cancellable = state != "running"
-        if self.queued != (state == "queued"):
-            self.queued = not self.queued
-            self.report(self.call, self.queued)
+        """The call is in this state now."""
+        before, self.state = self.state, state
+        if (before == "queued") != (state == "queued"):
+            self.report(self.call, state == "queued")
 
     def follow(self, call: str) -> None:
         """The next call, or the same one again."""
         self.call = call
-        if self.queued:
+        if self.state == "queued":
             self.report(call, True)
+
+    def end(self) -> None:
+        """The call is answered, or was cancelled: there is nothing to report of it."""
+        self.state = "idle"
 
 
 @dataclass
@@ -208,12 +215,12 @@ class Episodes:
                 self.failures.report(f"episode {name}", episode.job, error)
                 observed.error = describe_error(error)
             finally:
-                episode.progress.cancellable = False
+                episode.progress.end()
         return observed
 
     async def _begin(self, episode: _Episode, message: protocol.Reset) -> Step:
         calling_tenant.set(message.tenant)
-        episode.progress.cancellable = True  # the environment may be built now, also for others
+        episode.progress.change("building")
         prototype = await self._prototype(message.environment, message.options)
         prompt = values.decode(message.prompt)
         environment = await self._run(episode, prototype.for_episode)
