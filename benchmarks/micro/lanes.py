@@ -95,11 +95,11 @@ class Worker:
             self._fill()
             if self._rows and len(self._begun) == self._rows:
                 self._decoding.set()
-            for result in results:
-                if result.error:
-                    raise RuntimeError(result.error)
-                if result.op in self._done:
-                    self._done.pop(result.op).set_result(None)
+            for done, _ in results:
+                if done.error:
+                    raise RuntimeError(done.error)
+                if done.op in self._done:
+                    self._done.pop(done.op).set_result(None)
 
     def _fill(self) -> None:
         while len(self._running) < self._rows:

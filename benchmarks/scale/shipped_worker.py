@@ -228,7 +228,7 @@ class ShippedWorker(FakeWorker):
     def _answer(self, result: FakeOperationResult) -> None:
         reply = result.reply
         export = Files(result.upload) if result.upload is not None else None
-        self.operations.collect([TrainerResult(reply, export)])
+        self.operations.collect([TrainerResult(reply, export)])  # type: ignore[arg-type]
 
     async def _flush(self) -> None:
         now = self._loop.time()
