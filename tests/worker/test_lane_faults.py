@@ -124,7 +124,7 @@ def test_a_fault_of_the_engine_between_two_layers_is_none_of_the_training_operat
     compute.ended.result(timeout=60)
     assert compute.failure is error
     _, results = compute.take()
-    assert [result.error for result in results if result.error] == []
+    assert [done.error for done, _ in results if done.error] == []
 
 
 @pytest.mark.parametrize("lanes", MODES)

@@ -202,10 +202,10 @@ def run_worker(
 
     def all_ended() -> bool:
         chunks, results = compute.take()
-        assert not any(result.error for result in results) and compute.failure is None
+        assert not any(done.error for done, _ in results) and compute.failure is None
         for chunk in chunks:
             texts[chunk.request] += zip(chunk.tokens, chunk.logprobs, strict=True)
-        ended.extend([result.op for result in results] + [chunk.request for chunk in chunks if chunk.finish])
+        ended.extend([done.op for done, _ in results] + [chunk.request for chunk in chunks if chunk.finish])
         return len(ended) == 12 + STEPS * len(groups)
 
     compute.post("requests", submit, touches="engine")
