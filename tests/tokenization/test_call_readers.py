@@ -45,6 +45,11 @@ GEMMA = (
     "{% endfor %}]{% else %}{{ v }}{% endif %}{% endmacro %}"
 )
 IN_GEMMA = "{{ 'call:' + f.name }}{{ value(f.arguments) }}"
+IN_TAGS = (
+    '<｜DSML｜invoke name="{{ f.name }}">\n' + ITEMS + '<｜DSML｜parameter name="{{ k }}" '
+    "string=\"{{ 'true' if v is string else 'false' }}\">" + TEXT_OR_JSON
+    + "</｜DSML｜parameter>\n{% endfor %}</｜DSML｜invoke>\n"
+)  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, str]] = {
     "Qwen": ("hermes", family("<tool_call>\n" + PLAIN + "\n</tool_call>", between="\n")),
@@ -59,6 +64,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "Mistral": ("mistral", family(PLAIN, "[TOOL_CALLS] [", ", ", "]")),
     "Mistral Small": ("mistral", family("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}")),
     "Jamba": ("jamba", family(PLAIN, "<tool_calls>[", ", ", "]</tool_calls>")),
+    "MiniMax-M1": ("jamba", family(PLAIN, "<tool_calls>\n", "\n", "\n</tool_calls>")),
     "Granite": ("granite", family(PLAIN, "<|tool_call|>[", ", ", "]")),
     "Phi-4-mini": ("granite", family(PLAIN, "<|tool_call|>[", ", ", "]<|/tool_call|>")),
     "Nemotron": ("nemotron", family(PLAIN, "<TOOLCALL>[", ", ", "]</TOOLCALL>")),
@@ -71,7 +77,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "Seed-OSS": ("seed", family(
         "<seed:tool_call>\n<function={{ f.name }}>\n" + ITEMS + "<parameter={{ k }}>{{ v | string }}</parameter>\n"
         "{% endfor %}</function>\n</seed:tool_call>")),
-    "MiniMax": ("minimax", family(
+    "MiniMax-M2": ("minimax", family(
         '<invoke name="{{ f.name }}">\n' + ITEMS + '<parameter name="{{ k }}">' + TEXT_OR_JSON
         + "</parameter>\n{% endfor %}</invoke>\n", "<minimax:tool_call>\n", "", "</minimax:tool_call>")),
     "Gemma 4": ("gemma", family("<|tool_call>" + IN_GEMMA + "<tool_call|>", before=GEMMA.replace("Q", '<|"|>'))),
@@ -89,6 +95,8 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "DeepSeek V3.1": ("deepseek", family(
         "{{ '<｜tool▁call▁begin｜>' + f.name + '<｜tool▁sep｜>' + f.arguments + '<｜tool▁call▁end｜>' }}",
         "<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>")),
+    "DeepSeek V3.2": ("deepseek_v32", family(IN_TAGS, "<｜DSML｜function_calls>\n", "", "</｜DSML｜function_calls>")),
+    "DeepSeek V4": ("deepseek_v4", family(IN_TAGS, "<｜DSML｜tool_calls>\n", "", "</｜DSML｜tool_calls>")),
     "Kimi K2": ("kimi", family(
         "<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>",
         "<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>")),
@@ -104,6 +112,7 @@ TEXTS = [
     '{"a": 1}', "</tool_call>", "<tool_call>", "see </tool_call>\n<tool_call>", "[TOOL_CALLS]", "[ARGS]{}",
     "</tool_calls>", "<|/tool_call|>", "</TOOLCALL>", "<|action_end|>", "<|END_ACTION|>", "<|tools_suffix|>",
     "</seed:tool_call>", "</minimax:tool_call>",
+    "</｜DSML｜function_calls>", "</｜DSML｜tool_calls>", "</｜DSML｜invoke>",
     "<|call|>", "<|end|> <|start|>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "<|tool_calls_section_end|>", "```",
     "</function>", "</invoke>", "<tool_call|>", "<end_function_call>", "<|tool_call_end|>", "</function_calls>",
 ]  # fmt: skip
@@ -191,6 +200,13 @@ NO_CALLS = [
     ("command", '<|START_ACTION|>[{"name": "put", "parameters": {}}]<|END_ACTION|>'),
     ("apertus", '<|tools_prefix|>[{"put": {}, "add": {}}]<|tools_suffix|>'),
     ("minimax", '<minimax:tool_call><invoke name="put"><parameter name="a">1</invoke></minimax:tool_call>'),
+    ("jamba", '<tool_calls>{"name": "put", "arguments": {}}\n{"name": </tool_calls>'),
+    *(("deepseek_v4", f'<｜DSML｜tool_calls><｜DSML｜invoke name="put">{text}</｜DSML｜tool_calls>') for text in (
+        '<｜DSML｜parameter name="a" string="false">x</｜DSML｜parameter></｜DSML｜invoke>',
+        '<｜DSML｜parameter name="a">x</｜DSML｜parameter></｜DSML｜invoke>',
+        '<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>' * 2 + "</｜DSML｜invoke>",
+        '<｜DSML｜parameter name="a" string="true">x</｜DSML｜invoke>',
+        '{"a": 1}</｜DSML｜invoke>', "")),
     ("gemma", "<|tool_call>call:put{a:1<tool_call|>"),
     ("gemma", "<|tool_call>call:put{a:1,a:2}<tool_call|>"),
     ("gemma", "<|tool_call>call:put{a:}<tool_call|>"),
@@ -244,6 +260,7 @@ def test_malformed_calls_are_read_in_linear_time() -> None:
         ("hermes", '<tool_call>{"</tool_call>'),
         ("gemma", '<|tool_call>call:f{a:<|"|><tool_call|>'),
         ("minimax", '<minimax:tool_call><parameter name="a"></minimax:tool_call>'),
+        ("deepseek_v4", '<｜DSML｜tool_calls><｜DSML｜parameter name="a" string="true"></｜DSML｜tool_calls>'),
     ):
         reader, text = READERS[style](["f"]), block * 5_000
         for at in range(0, len(text), 1_000):

@@ -182,7 +182,9 @@ MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|
          "<｜tool▁calls▁end｜>",
          "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>",
          "<|tool_calls_section_end|>",
-         '"', ")]", "\\"]  # fmt: skip
+         "<｜DSML｜function_calls>", '<｜DSML｜invoke name="add">', '<｜DSML｜parameter name="a" string="false">',
+         "</｜DSML｜parameter>", "</｜DSML｜invoke>", "</｜DSML｜function_calls>", "<｜DSML｜tool_calls>",
+         "</｜DSML｜tool_calls>", '"', ")]", "\\"]  # fmt: skip
 
 
 @settings(deadline=None, max_examples=150)

@@ -18,6 +18,7 @@ from typing import Any
 
 from rookery.tokenization.call_values import (
     DECODER,
+    DSML,
     FUNCTIONS,
     FUNCTIONS_ON_LINES,
     INVOCATIONS,
@@ -65,6 +66,9 @@ def _marks(quotes: Quotes, ends: tuple[str, ...]) -> re.Pattern[str]:
 IN_JSON = Quotes('"', unquoted=r"[\x00-\x1f]", escapes=True)
 IN_PYTHON = Quotes("[\"']", escapes=True)
 IN_PARAMETER = Quotes(rf"<parameter[= ][^<>]{{1,{LONGEST_MARK - 20}}}>", "</parameter>")
+IN_DSML = Quotes(
+    rf'<｜DSML｜parameter name="[^<>"]{{1,{LONGEST_MARK - 60}}}" string="(?:true|false)">', "</｜DSML｜parameter>"
+)
 IN_GLM = Quotes("<arg_value>", "</arg_value>")
 
 
@@ -334,12 +338,12 @@ class ForcedReader(CallReader):
 
 
 class JsonReader(CallReader):
-    """JSON objects, or a list of them, between two marks."""
+    """JSON objects one after the other, or a list of them, between two marks."""
 
     quotes = IN_JSON
 
     def parse(self, block: str) -> Iterator[ToolCall]:
-        yield from json_calls(self.inner(block), usual=self.usual)
+        yield from json_calls(self.inner(block), "", self.usual)
 
     def usual(self, value: Any) -> Any:
         """An object of the format with the usual fields."""
@@ -347,7 +351,8 @@ class JsonReader(CallReader):
 
 
 class JambaReader(JsonReader):
-    """``<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>``, as Hunyuan and Apriel write it too."""
+    """``<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>``, as Hunyuan and Apriel write it too; MiniMax-M1
+    writes an object a line there."""
 
     opening, closing = "<tool_calls>", ("</tool_calls>",)
 
@@ -463,6 +468,20 @@ class MinimaxReader(XmlReader):
     opening, closing, form = "<minimax:tool_call>", ("</minimax:tool_call>",), INVOCATIONS
 
 
+class DeepSeekTagsReader(XmlReader):
+    """``<｜DSML｜function_calls><｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">VALUE
+    </｜DSML｜parameter></｜DSML｜invoke>…</｜DSML｜function_calls>``, of V3.2; ``string`` is ``false`` for JSON."""
+
+    opening, closing, form = "<｜DSML｜function_calls>", ("</｜DSML｜function_calls>",), DSML
+    quotes = IN_DSML
+
+
+class DeepSeekToolsReader(DeepSeekTagsReader):
+    """The same in ``<｜DSML｜tool_calls>…</｜DSML｜tool_calls>``, of V4."""
+
+    opening, closing = "<｜DSML｜tool_calls>", ("</｜DSML｜tool_calls>",)
+
+
 class GemmaReader(CallReader):
     """``<|tool_call>call:NAME{KEY:VALUE,…}<tool_call|>``, of Gemma 4; texts stand in its special quotes."""
 
@@ -524,6 +543,8 @@ READERS: dict[str, type[CallReader]] = {
     "command": CommandReader,
     "apertus": ApertusReader,
     "deepseek": DeepSeekReader,
+    "deepseek_v32": DeepSeekTagsReader,
+    "deepseek_v4": DeepSeekToolsReader,
     "kimi": KimiReader,
     "seed": SeedReader,
     "minimax": MinimaxReader,

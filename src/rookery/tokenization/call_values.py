@@ -19,9 +19,11 @@ class ToolCall:
     arguments: str
 
 
-def json_calls(text: str, separator: str = "", usual: Callable[[Any], Any] | None = None) -> Iterator[ToolCall]:
-    """Of JSON objects, or a list of them; none unless all are calls. ``usual`` gives an object of another form the
-    usual fields."""
+def json_calls(
+    text: str, separator: str | None = None, usual: Callable[[Any], Any] | None = None
+) -> Iterator[ToolCall]:
+    """Of a JSON object or a list of them, with a ``separator`` also of several; none unless all are calls. ``usual``
+    gives an object of another form the usual fields."""
     at, found = 0, []
     text = text.strip()
     while at < len(text):
@@ -35,9 +37,9 @@ def json_calls(text: str, separator: str = "", usual: Callable[[Any], Any] | Non
                 return
             found.append(call)
         rest = text[end:].lstrip()
-        if rest and not (separator and rest.startswith(separator)):
+        if rest and (separator is None or not rest.startswith(separator)):
             return
-        at = len(text) - len(rest.removeprefix(separator).lstrip()) if rest else len(text)
+        at = len(text) - len(rest.removeprefix(separator or "").lstrip())
     yield from found
 
 
@@ -67,7 +69,9 @@ class XmlForm:
 
     call: re.Pattern[str]
     parameter: re.Pattern[str]
+    """With a group ``string``, ``true`` or ``false``, the tag itself says whether its value is a text or JSON."""
     end: str
+    parameter_end: str = "</parameter>"
     lines: bool = False
     """Values stand on lines of their own: a line end before and after one is none of it."""
 
@@ -77,11 +81,17 @@ FUNCTIONS_ON_LINES = replace(FUNCTIONS, lines=True)
 INVOCATIONS = XmlForm(
     re.compile(r"\s*<invoke name=\"([^\">]+)\">"), re.compile(r"\s*<parameter name=\"([^\">]+)\">"), "</invoke>"
 )
+DSML = XmlForm(
+    re.compile(r"\s*<｜DSML｜invoke name=\"([^\">]+)\">"),
+    re.compile(r"\s*<｜DSML｜parameter name=\"([^\">]+)\" string=\"(?P<string>true|false)\">"),
+    "</｜DSML｜invoke>",
+    "</｜DSML｜parameter>",
+)
 
 
 def xml_calls(text: str, form: XmlForm, parameters: Mapping[str, Mapping[str, Any]]) -> Iterator[ToolCall]:
-    """A parameter is JSON or a value of Python, or text: as its schema declares it, and where none does, text that is
-    no JSON. There is no call where other text stands between the parameters or the calls."""
+    """A parameter is JSON or a value of Python, or text: as its tag says, else as its schema declares it, and where
+    neither does, text that is no JSON. There is no call where other text stands between the parameters or the calls."""
     at, calls = 0, []
     while text[at:].strip():
         named = form.call.match(text, at)
@@ -89,24 +99,39 @@ def xml_calls(text: str, form: XmlForm, parameters: Mapping[str, Mapping[str, An
         if named is None or found is None or not text.startswith(form.end, found[1]):
             return
         at = found[1] + len(form.end)
-        call = made_call(named[1], typed(found[0], parameters.get(named[1], {})))
+        if "string" in form.parameter.groupindex:
+            given = _stated(found[0])
+        else:
+            given = typed([(opened[1], value) for opened, value in found[0]], parameters.get(named[1], {}))
+        call = made_call(named[1], given)
         if call is None:
             return
         calls.append(call)
     yield from calls
 
 
-def _xml_parameters(text: str, at: int, form: XmlForm) -> tuple[list[tuple[str, str]], int] | None:
-    """Names and texts, and the place of the first text that is not white space after them."""
-    closing, found = "</parameter>", []
+def _xml_parameters(text: str, at: int, form: XmlForm) -> tuple[list[tuple[re.Match[str], str]], int] | None:
+    """Opening tags and texts, and the place of the first text that is not white space after them."""
+    found = []
     while (opened := form.parameter.match(text, at)) is not None:
-        end = text.find(closing, opened.end())
+        end = text.find(form.parameter_end, opened.end())
         if end < 0:
             return None
         value = text[opened.end() : end]
-        found.append((opened[1], value.removeprefix("\n").removesuffix("\n") if form.lines else value))
-        at = end + len(closing)
+        found.append((opened, value.removeprefix("\n").removesuffix("\n") if form.lines else value))
+        at = end + len(form.parameter_end)
     return found, len(text) - len(text[at:].lstrip())
+
+
+def _stated(given: list[tuple[re.Match[str], str]]) -> dict[str, Any] | None:
+    """Values of parameters whose tags say which are texts; None where a name stands twice, or another is no JSON."""
+    values = {}
+    for opened, text in given:
+        value = text if opened["string"] == "true" else read_json(text)
+        if opened[1] in values or (value is None and text.strip() != "null"):
+            return None
+        values[opened[1]] = value
+    return values
 
 
 _GLM_CALL = re.compile(r"\s*([^\s<]+)")
