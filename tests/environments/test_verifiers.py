@@ -30,9 +30,11 @@ from tests.support.waiting import until
 from rookery.environments.builtins import find
 from rookery.environments.verifiers import pool
 from rookery.environments.verifiers.expressions import reply_latex
+from rookery.environments.verifiers.parts import opened_thought
 from rookery.environments.verifiers.texts import folded
 from rookery.environments.verifiers.verifiers import VERIFIERS, Exact, Json, Number, Regex
 from rookery.errors import UserError
+from rookery.tokenization.written import THOUGHTS
 
 
 def reward(name: str, text: str, row: dict[str, Any], **options: Any) -> float:
@@ -166,6 +168,29 @@ def test_thinking_that_a_reply_marks_is_not_judged(reply: str, right: float) -> 
         assert verifier.score(shown, {"answer": 5}, reply, special)[0] == right
     whole = VERIFIERS["regex"].model_validate({"pattern": r"(?s)^<think>.*</think>(\d)$"})
     assert whole.score("<think>4</think>5", {"answer": 5})[0] == 1
+
+
+MARKS = [
+    *THOUGHTS,
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>"),
+]
+
+
+@pytest.mark.parametrize(("begin", "end"), MARKS)
+def test_thoughts_of_every_family_are_not_judged(begin: str, end: str) -> None:
+    """Whether the tokenizer declares the marks special or not, and where the template opens the thought."""
+    tokens = re.findall(r"<[^<>]+>|\[/?THINK\]", begin + end)
+    for reply, right in [
+        (f"{begin}4{end}5", 1), (f"4{end}5", 1), (f"{begin}5{end}4", 0), (f"{begin}5", 0), (f"{begin}5{end}", 0),
+        (f"{begin}4{end}5{begin}5", 0), (f"{begin}4{end}3{begin}6{end}5", 1),
+    ]:  # fmt: skip
+        shown = re.sub("|".join(map(re.escape, tokens)), "", reply)
+        for name in ("exact", "number"):
+            verifier = VERIFIERS[name].model_validate({})
+            assert verifier.score(reply, {"answer": 5})[0] == right, reply
+            assert verifier.score(shown, {"answer": 5}, reply, tokens)[0] == right, reply
+    assert opened_thought(f"x{begin}") == begin.removesuffix("<|message|>") and not opened_thought(f"{begin}4{end}")
 
 
 def test_a_reply_without_the_part_is_wrong_even_where_found_is_rewarded() -> None:

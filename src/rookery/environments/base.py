@@ -42,11 +42,11 @@ class Reply:
     turn: int
     """0 for the first reply of the episode."""
     raw: str = ""
-    """The text with its special tokens, but the one that ended the reply, after ``<think>`` where the prompt opens a
-    thought with it; empty where ``special`` is."""
+    """The text with its special tokens, but the one that ended the reply, after the mark, such as ``<think>``, with
+    which the prompt opens a thought; empty where ``special`` is."""
     special: Sequence[str] = ()
     """The different special tokens in ``raw``, such as ``</think>`` where the tokenizer declares it special; also the
-    ``<think>`` of the prompt."""
+    mark of a thought that the prompt opens."""
     logprobs: Sequence[float] = ()
     """The tokens' log-probabilities, where the policy continued ``Step.tokens``."""
     finish: str = ""

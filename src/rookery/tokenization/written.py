@@ -12,10 +12,26 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-THOUGHT_MARKS = re.compile(
-    r"(</?think(?:ing)?>|\[/?THINK\]|<\|channel>thought|<channel\|>|</?seed:think>|<\|(?:START|END)_THINKING\|>)"
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>thought", "<channel|>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 """The marks at the beginning and the end of thoughts in the texts of models."""
+
+THOUGHT_MARKS = re.compile("(" + "|".join(re.escape(mark) for pair in THOUGHTS for mark in pair) + ")")
+
+THOUGHT_BEGIN = re.compile("|".join([*(re.escape(begin) for begin, _ in THOUGHTS), r"<\|channel\|>analysis"]))
+THOUGHT_END = re.compile(
+    "|".join([
+        *(re.escape(end) for _, end in THOUGHTS),
+        r"<\|channel\|>final\b[^<]{0,80}(?:<\|constrain\|>[^<]{0,80})?<\|message\|>",
+    ])
+)  # fmt: skip
+"""The same in replies, also those of gpt-oss, whose template gets thoughts in a field of the message."""
 
 SHOWN = 40
 """Characters of a text that is missing, in the line that names it."""

@@ -27,6 +27,7 @@ from rookery.simulation.fakes.text import SPECIAL, STOP, TEMPLATE, byte_tokenize
 from rookery.spec.job import EnvironmentSpec
 from rookery.storage.repositories import jobs
 from rookery.tokenization.chat import Chat
+from rookery.tokenization.written import THOUGHTS
 
 
 async def run(service: Service, **changes: Any) -> str:
@@ -124,9 +125,10 @@ async def test_special_tokens_of_a_reply_reach_the_environment(service: Service)
     assert {bool(reply.special) for reply in replies} == {True, False}
 
 
-async def test_a_thought_that_the_prompt_opens_reaches_the_environment(service: Service) -> None:
+@pytest.mark.parametrize(("begin", "end"), THOUGHTS)
+async def test_a_thought_that_the_prompt_opens_reaches_the_environment(service: Service, begin: str, end: str) -> None:
     """A reply that does not end it has no part that is judged."""
-    opened = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    opened = TEMPLATE.replace("assistant\n{% endif %}", f"assistant\n{begin}\n{{% endif %}}")
     service.chat = Chat(
         byte_tokenizer(), opened, special={"eos_token": SPECIAL[STOP]}, ends=[STOP], context=service.chat.context
     )
@@ -134,9 +136,9 @@ async def test_a_thought_that_the_prompt_opens_reaches_the_environment(service: 
     await service.join(script=steps(replies.append))
     await service.ends(await run(service, stop__steps=1))
     for reply in replies:
-        assert (reply.raw, reply.special) == (f"<think>{reply.text}", ["<think>"])
+        assert (reply.raw, reply.special) == (f"{begin}{reply.text}", [begin])
         assert spoken(reply.text, reply.raw, reply.special) is None
-        assert spoken(f"{reply.text}</think>4", f"{reply.raw}</think>4", reply.special) == "4"
+        assert spoken(f"{reply.text}{end}4", f"{reply.raw}{end}4", reply.special) == "4"
     assert replies
 
 

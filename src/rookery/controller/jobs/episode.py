@@ -39,7 +39,7 @@ from rookery.controller.jobs.trajectory import (
     derive_seed,
 )
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
-from rookery.environments.verifiers.parts import THINKING, spoken
+from rookery.environments.verifiers.parts import opened_thought
 from rookery.errors import RookeryError, count_of, short
 from rookery.spec.job import AGENT
 from rookery.spec.policy import InFlight
@@ -337,8 +337,8 @@ class Episode:
             conversation.append(protocol.ChatMessage(role="assistant", content=reply.text))
             sequence.reply, sequence.messages = reply, len(conversation)
             raw, special = await read_tokens(job.controller.threads, speaker.chat.decode_special, reply.tokens)
-            if not continued and spoken(speaker.chat.prompt_end) is None:  # the prompt opens a thought
-                raw, special = THINKING + (raw or reply.text), list(dict.fromkeys([*special, THINKING]))
+            if not continued and (mark := opened_thought(speaker.chat.prompt_end)):
+                raw, special = mark + (raw or reply.text), list(dict.fromkeys([*special, mark]))
             step = protocol.StepEpisode(
                 call="", episode=self.id, turn=turn, text=reply.text, tokens=reply.tokens, messages=conversation,
                 raw=raw, special=special, logprobs=reply.logprobs if continued else [], finish=reply.finish,

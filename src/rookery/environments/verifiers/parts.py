@@ -12,9 +12,7 @@ from typing import ClassVar
 from pydantic import ConfigDict, Field
 
 from rookery.bounds import TAG, GivenModel, Name
-
-THINKING, THINKING_END = "<think>", "</think>"
-"""The tags around the thinking of most models that think."""
+from rookery.tokenization.written import THOUGHT_BEGIN, THOUGHT_END
 
 
 class ReplyPart(GivenModel):
@@ -27,8 +25,8 @@ class ReplyPart(GivenModel):
 
     after: Name | None = Field(None, min_length=1)
     """Only the text after the last place of this marker is judged, such as `</think>`; a reply without it is wrong.
-    When absent, thinking inside `<think>…</think>` is not judged either, and a reply that does not end its `<think>` is
-    wrong; only `regex` sees the whole reply."""
+    When absent, thinking inside `<think>…</think>`, or between the marks of other models, is not judged either, and a
+    reply that does not end its `<think>` is wrong; only `regex` sees the whole reply."""
     tag: Name | None = Field(None, pattern=TAG)
     """Only the text inside the last `<tag>…</tag>` is judged; a reply without it is wrong. With `after`, the tag counts
     after the marker."""
@@ -68,8 +66,22 @@ def spoken(text: str, raw: str = "", special: Sequence[str] = ()) -> str | None:
 
 def _after_thinking(whole: str) -> str | None:
     """None where the last thinking has no end, wherever it begins."""
-    rest = whole.rpartition(THINKING_END)[2]
-    return None if THINKING in rest else rest
+    rest = after_thoughts(whole)
+    return None if THOUGHT_BEGIN.search(rest) else rest
+
+
+def after_thoughts(text: str) -> str:
+    """The text after the last end of a thought; the whole text without one."""
+    end = 0
+    for found in THOUGHT_END.finditer(text):
+        end = found.end()
+    return text[end:]
+
+
+def opened_thought(text: str) -> str:
+    """The mark with which a text opens a thought that has no end; empty without one."""
+    found = THOUGHT_BEGIN.search(after_thoughts(text))
+    return "" if found is None else found[0]
 
 
 def _without(special: Sequence[str], part: str | None) -> str | None:

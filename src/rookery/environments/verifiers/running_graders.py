@@ -17,7 +17,7 @@ from rookery.environments.models import Ask, ModelQuestion
 from rookery.environments.sandbox.sandbox import Program, ProgramLimits, Sandbox, SandboxError
 from rookery.environments.verifiers.grader_templates import Sample, Template, rendered
 from rookery.environments.verifiers.json_objects import objects
-from rookery.environments.verifiers.parts import THINKING, THINKING_END
+from rookery.environments.verifiers.parts import after_thoughts, opened_thought
 from rookery.errors import UserError, short
 from rookery.spec.values import unique_fields
 
@@ -220,7 +220,7 @@ class ModelGrader(AnyGraderType):
             raise ModelSilent(str(error)) from None
         used = tools.usage.setdefault(self.model, [0, 0])
         used[0], used[1] = used[0] + answer.prompt_tokens, used[1] + answer.tokens
-        value = _field_of(answer.text.rpartition(THINKING_END)[2], field)
+        value = _field_of(after_thoughts(answer.text), field)
         if value is None:
             raise GraderFailed(
                 "model_grader_parse_error",
@@ -284,5 +284,5 @@ def _field_of(text: str, field: str) -> Any:
     outside it, which has no end."""
     for found, start, end in objects(text, json.JSONDecoder(object_pairs_hook=unique_fields), OBJECTS_TRIED):
         if field in found:
-            return None if THINKING in text[:start] + text[end:] else found[field]
+            return None if opened_thought(text[:start] + text[end:]) else found[field]
     return None
