@@ -323,11 +323,36 @@ SPELLINGS: list[tuple[str, list[float | None]]] = [
 ]
 
 
+IN_WORDS: list[tuple[str, list[float | None]]] = [
+    ("答案是负5", [-5]), ("答案是負5。", [-5]), ("答えはマイナス5です", [-5]),
+    ("답은 마이너스 5입니다", [-5]), ("Ответ: минус 5", [-5]),
+    ("La respuesta es menos 5", [-5]), ("al menos 5", [5]), ("por lo menos 5", [5]), ("más o menos 5", [5]),
+    ("au moins 5", [5]), ("La réponse est moins 5", [-5]), ("10 menos 5", [None, None]),
+    ("10 moins 5 font 5", [None, None, 5]), ("正负5", [None]), ("零下5度", [-5]), ("उत्तर माइनस 5 है", [-5]),
+    ("5 लाख", [None]), ("5 करोड़", [None]), ("5 миллионов", [None]), ("5 млн", [None]),
+    ("5 тыс. рублей", [None]), ("5만", [None]), ("5억 원", [None]), ("5개", [5]), ("5 만약", [5]),
+    ("5 milliards", [None]), ("5 millones", [None]), ("5 quadrillion", [None]), ("5 Tausend", [None]),
+    ("5 triệu", [None]), ("5 مليون", [None]), ("5 bins", [5]), ("5 miles", [5]),
+    ("5 sixths", [None]), ("5 eighths", [None]), ("3 twelfths", [None]), ("5 fourths", [None]),
+    ("3 quarters", [3]), ("5 months", [5]), ("5 sixteenths", [None]), ("two-thirds of 18", [None]),
+    ("three out of 5", [None]), ("3 out of five", [None]), ("two times 18", [None]), ("5 plus six", [None]),
+    ("two plus 5", [None]), ("two point 5", [None]), ("He comes 5 often", [5]), ("5 tone", [5]),
+    ("5 x one", [None]), ("one 5", [5]), ("5 to one", [None]), ("5 ✕ 3", [None, None]), ("5✖3", [None, None]),
+    ("5 ∶ 3", [None, None]), ("5∶3", [None, None]), ("5 ∙ 3 = 15", [None, None, 15]), ("∙ 5", [5]),
+    ("✖ 5", [5]), ("➖5", [None]), ("5 ➕ 3", [None, None]), ("5分之3", [None, None]), ("百分之5", [5]),
+    ("5分の3", [None, None]), ("5분의 3", [None, None]), ("5 ‰", [None]), ("5‰", [None]), ("用了5分", [5]),
+    ("5 half-lives", [5]), ("5 tenth-graders", [None]), ("5 hundred", [None]), ("5 mil", [None]),
+    ("5 billiard balls", [5]), ("5 milhões", [None]), ("5 mila", [None]), ("5 ألف", [None]), ("5 พัน", [None]),
+    ("5 سوق", [5]), ("5 सौर", [5]),
+]  # fmt: skip
+"""Numbers next to words and signs that change them, in the languages that models write."""
+
+
 def written(value: float | None) -> Decimal | None:
     return None if value is None else Decimal(repr(value))
 
 
-@pytest.mark.parametrize(("text", "expected"), SPELLINGS)
+@pytest.mark.parametrize(("text", "expected"), [*SPELLINGS, *IN_WORDS])
 def test_spellings_of_numbers(text: str, expected: list[float | None]) -> None:
     assert list(numbers(text)) == [written(value) for value in expected]
     assert list(numbers(text, backwards=True)) == [written(value) for value in reversed(expected)]

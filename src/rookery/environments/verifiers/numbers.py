@@ -30,6 +30,33 @@ DASHES = "\u2010\u2011\u2012\u2013\u2212\ufe58\ufe63\uff0d"
 
 MAGNITUDES = "十百千万億亿兆萬億仟佰拾"
 """Characters after a number that multiply it."""
+_HANGUL_MAGNITUDES = "십백천만억조"
+"""The same directly after it; after a space they begin other words."""
+_MAGNITUDE_WORDS = (
+    "hundreds?|thousands?|millions?|(?:b|tr|quadr|quint|sext)illions?|dozens?|lakhs?|lacs?|crores?"
+    "|tausend|millionen|milliarden?|mio|mrd|tsd|milliards?|mil|mille|mila|mill(?:ón|ones)|bill(?:ón|ones)"
+    "|m?bilh(?:ão|ões)|milh(?:ão|ões)|milion[ei]|miliard[io]|duizend|miljoen|miljard|tys|mln|mld|mlrd|bin|milyon|milyar"
+    "|nghìn|ngàn|triệu|tỷ|tỉ|ribu|juta|miliar|triliun|(?-i:k|K|M|bn|tn|B)"
+)
+_MAGNITUDE_STEMS = (
+    "тыс|тисяч|миллион|мільйон|миллиард|мільярд|млн|млрд|трлн|χιλιάδ|εκατομμύρι|δισεκατομμύρι"
+    "|हज़ार|हजार|लाख|करोड़|अरब|सौ(?!\\w)|হাজার|লাখ|লক্ষ|কোটি|ألف|آلاف|مليون|ملايين|مليار|هزار|میلیون|میلیارد"
+    "|אלף|אלפים|מיליון|מיליארד|พัน|หมื่น|แสน|ล้าน"
+)
+"""Words after a number that multiply it, in the languages that models write, and beginnings of such words."""
+_NUMBER_WORD = (
+    "(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    "|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand)"
+)
+_PARTS = (
+    "(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|[a-z]+teenth|[a-z]+tieth|hundredth"
+    "|thousandth|[mb]illionth)s?"
+)
+"""Words after a number of which it counts the parts."""
+_RATIO_WORDS = "分之|分の|분의"
+"""Words between the denominator and the numerator of a fraction."""
+_OPERATORS = "✕✖⨯⨉∙∶➕➖➗"
+"""Signs of operations that look like those of mathematics, or are theirs under another code."""
 
 _SEPARATOR = r"(?:,|\{,\}|,\\!|\{\\,\}|\\[,;: ]| |'|’|_)"
 _DIGITS = rf"(?:[1-9]\d{{0,2}}(?P<group>{_SEPARATOR})\d{{3}}(?!\d)(?:(?P=group)\d{{3}}(?!\d))*|\d+)"
@@ -56,26 +83,34 @@ _CLOSING = re.compile(r"(?:\*\*|__|[*_`\"'”’»“](?!\w)|\$\$?|\\[)\]}]|\\ri
 
 _JOINING_WORDS = (
     r"plus|minus|times|over|to|of|out of|mod|modulo|choose|point|divided by|multiplied by|raised to|per cent of"
-    r"|percent of"
+    r"|percent of|menos|moins|más|por|fois|sur|mal|durch|плюс|минус|из"
 )
 _RATIO = re.compile(r" : \d", re.ASCII)
-_JOINED_BEFORE = re.compile(rf"(?:[\d)\]}}][^\s\w]{{0,4}}|[%°]) *(?:{_JOINING_WORDS}|x|:(?<= :)) *\Z", re.IGNORECASE)
+_JOINED_BEFORE = re.compile(
+    rf"(?:(?:[\d)\]}}][^\s\w]{{0,4}}|[%°]) *(?:{_JOINING_WORDS}|x|:(?<= :))|\b{_NUMBER_WORD} +(?:{_JOINING_WORDS})"
+    rf"|\d *(?:{_RATIO_WORDS})|正[负負]) *\Z",
+    re.IGNORECASE,
+)
 _FUNCTION_BEFORE = re.compile(
-    r"\b(?:half(?: of)?|twice|double|triple|(?:root|square|cube|third|quarter|fifth|tenth|log|logarithm|factorial) of"
+    rf"\b(?:half(?: of)?|twice|double|triple|(?:root|square|cube|quarters?|{_PARTS}|log|logarithm|factorial) of"
     r"|(?:sqrt|log|ln|lg|exp|sin|cos|tan)(?:[_^](?:\{[^{}]*\}|-?\w+)|[₀-₉⁰¹²³⁴-⁹⁻])*) *\Z",
     re.IGNORECASE,
 )
 _JOINED_AFTER = re.compile(
-    rf"(?:%|\\%)? *(?:{_JOINING_WORDS}|x) *(?:-|\+|\$|\\\$|\(|\*\*)*\d|"
+    rf"(?:%|\\%)? *(?:{_JOINING_WORDS}|x)(?: *(?:-|\+|\$|\\\$|\(|\*\*)*\d| +{_NUMBER_WORD}\b)|"
     r" *(?:to the |squared|cubed|factorial|and (?:a|one|three) (?:half|third|quarter)|and \d+/\d)|"
     r" *\d+ ?[/⁄∕]|"  # a mixed number
     r" *e[-+]?\d|"  # an exponent
-    r" *(?:\\text ?\{ ?)?(?:hundreds?|thousands?|millions?|billions?|trillions?|dozens?|lakhs?|crores?"
-    r"|(?:third|fifth|tenth|hundredth|thousandth|millionth)s?|millionen|milliarden?|millones|mil|mille|mio|mrd|st|nd|rd|th|(?-i:k|K|M|bn|tn|B))\b|"
-    rf" *(?:тысяч|миллион|миллиард|[{MAGNITUDES}])",
+    rf" *(?:\\text ?\{{ ?)?(?:{_MAGNITUDE_WORDS}|{_PARTS}|st|nd|rd|th)\b|"
+    rf" *(?:{_MAGNITUDE_STEMS}|{_RATIO_WORDS}|[{MAGNITUDES}])",
     re.IGNORECASE,
 )
-_NEGATIVE_WORD = re.compile(r"\b(?:minus|negative) *\Z", re.IGNORECASE)
+_NEGATIVE_WORD = re.compile(
+    r"(?:\b(?:minus|negative|eksi|(?<!\bal )(?<!\blo )(?<!\bo )menos|(?<!\bau )(?<!\bdu )(?<!\bou )moins|(?<!\bo )meno)"
+    r"|минус|мінус|(?<!正)[负負]|零下|氷点下|マイナス|마이너스|माइनस|سالب|ناقص) *\Z",
+    re.IGNORECASE,
+)
+"""Words that make a number negative; ``al menos`` and ``au moins`` are others."""
 _ACCOUNTING = re.compile(rf"\( ?{_CURRENCY}")
 """Parentheses around money: a loss in a ledger, a remark in prose."""
 _SIGN_EXPECTED = re.compile(r"(?:^\s*|[=≈:(\[{,] *|\b(?:is|are|was|be|equals) *)\Z", re.IGNORECASE)
@@ -91,10 +126,11 @@ _KNOWN_AFTER = re.compile(
     r"|approx|Rightarrow|implies|blacksquare"
 )
 _OPERATOR_BEFORE = re.compile(
-    r"(?P<operand>[^\s*/^×·÷⋅∗±∓√<>≤≥≠%⁄∕+~_!=-]?)(?P<space> *)(?P<operator>[*/^×·÷⋅∗±∓√<>≤≥≠%⁄∕+~_!=-]+) *\Z"
+    rf"(?P<operand>[^\s*/^×·÷⋅∗±∓√<>≤≥≠%⁄∕+~_!={_OPERATORS}-]?)(?P<space> *)"
+    rf"(?P<operator>[*/^×·÷⋅∗±∓√<>≤≥≠%⁄∕+~_!={_OPERATORS}-]+) *\Z"
 )
 _OPERATOR_AFTER = re.compile(
-    r" *(?:[-+*/^×·÷⋅∗±∓<>≤≥≠⁄∕%]|[<>]=|!=)+ *[-+$(\\{\[√]*(?:\d|[A-Za-z](?![A-Za-z])|\\[A-Za-z])"
+    rf" *(?:[-+*/^×·÷⋅∗±∓<>≤≥≠⁄∕%{_OPERATORS}]|[<>]=|!=)+ *[-+$(\\{{\[√]*(?:\d|[A-Za-z](?![A-Za-z])|\\[A-Za-z])"
 )
 _ARROWS = ("->", "=>", "-->", "==>")
 _UNIT = re.compile(
@@ -282,6 +318,8 @@ def _no_operation(operator: re.Match[str], rest: str) -> bool:
         return not operand or (word and not operator["space"] and rest[-1] == " ")
     if set(signs) <= {"=", "~"}:
         return "~" not in signs or not operand.isdigit()
+    if set(signs) <= set(_OPERATORS) - {"➖"}:  # a bullet
+        return not operand
     if signs == "!" or signs == "%":
         return not operand.isdigit() and rest[-1] == " "
     return False
@@ -319,10 +357,10 @@ def _ends(after: str) -> bool:
         if re.match(r"~ ?\d| ~ ?\d", rest):
             return False  # a range, as in East Asia
         following = rest.lstrip(" ")[:1]
-        return not (following and unicodedata.category(following) in ("No", "Nl"))
+        return not (following and (following in "‰‱" or unicodedata.category(following) in ("No", "Nl")))
     if first in "-—":
         return not (second.isalnum() if first == "-" else second.isdigit())
-    if first in MAGNITUDES or _cased(first) or first.isdigit():
+    if first in MAGNITUDES or first in _HANGUL_MAGNITUDES or _cased(first) or first.isdigit():
         return False
     return first.isalpha() or (
         unicodedata.category(first) in ("So", "Po", "Pe", "Pf", "Pi") and first not in "/*\\@·‰‱′″"
