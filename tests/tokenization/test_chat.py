@@ -19,7 +19,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from rookery.errors import UserError
 from rookery.tokenization import registry
-from rookery.tokenization.chat import LONG_REPLY, LONG_TEXT, Chat, PromptTooLong, read_tokens, tokenized
+from rookery.tokenization.chat import (
+    LONG_REPLY,
+    LONG_TEXT,
+    TOOL_TEMPLATE,
+    Chat,
+    PromptTooLong,
+    read_tokens,
+    tokenized,
+)
+from rookery.worker.model.published import copy_files
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 
@@ -254,6 +263,44 @@ def test_stop_tokens_and_context(chats: dict[str, Chat], folders: dict[str, Path
 def test_todays_date_comes_from_outside(folders: dict[str, Path]) -> None:
     chat = Chat.load(folders["llama3"], now=lambda: datetime(2031, 5, 4))
     assert "Today Date: 04 May 2031" in chat.render([user("hello")])
+
+
+TOOL_TEMPLATE_TEXT = (
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ {'name': call.function.name, 'arguments': "
+    "call.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("layout", ["list", "files"])
+def test_a_separate_template_for_tools_is_that_of_transformers(layout: str, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    published = write_model(tmp_path / "published", "chatml")
+    if layout == "list":
+        default, settings = published / "chat_template.jinja", published / "tokenizer_config.json"
+        named = {"default": default.read_text(), "tool_use": TOOL_TEMPLATE_TEXT}
+        listed = [{"name": name, "template": text} for name, text in named.items()]
+        settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": listed}))
+        default.unlink()
+    else:
+        (published / TOOL_TEMPLATE).parent.mkdir()
+        (published / TOOL_TEMPLATE).write_text(TOOL_TEMPLATE_TEXT)
+    (prepared := tmp_path / "prepared").mkdir()
+    copy_files(published, prepared)
+    (prepared / "config.json").write_text((published / "config.json").read_text())
+    chat, theirs = Chat.load(prepared), PreTrainedTokenizerFast.from_pretrained(published)
+    tool = {"type": "function", "function": {"name": "add", "description": "?", "parameters": {"type": "object"}}}
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    plain = [user("1 + 1?"), assistant("2")]
+    called = [user("1 + 1?"), {**assistant(""), "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    assert (chat.tools.style, chat.tools.argument) == ("hermes", "tools") and chat.tools.calls and chat.tools.results
+    for messages in (plain, called):
+        for tools in ([], [tool]):
+            written, arguments = chat.tools.adapt(messages, tools)
+            text = theirs.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True, tokenize=False)
+            assert chat.render(written, **arguments) == text, (messages, tools)
 
 
 def test_a_refusal_by_a_template_is_a_users_error(

@@ -41,6 +41,9 @@ T = TypeVar("T")
 Message = Mapping[str, Any]
 """``{"role": …, "content": …}``, with calls of tools also ``tool_calls``."""
 
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+"""The template of conversations with tools in the folder of a model that has a separate one."""
+
 _SENTINEL = "\ue000reply\ue001"
 """Placeholder for the reply, to find out what a template writes around one: private-use characters, no white space."""
 
@@ -78,10 +81,12 @@ class Chat:
         ends: Sequence[int],
         context: int,
         now: Callable[[], datetime] = datetime.now,
+        tool_template: str = "",
     ) -> None:
         """``special`` are the named tokens that a template may use (``bos_token`` …), ``ends`` the end-of-text token
         ids of the model's configuration, ``context`` the longest sequence in tokens, ``now`` the wall clock for
-        templates that write the date. Raises :class:`UserError` for an invalid template."""
+        templates that write the date, ``tool_template`` the template of conversations with tools where the model has
+        a separate one. Raises :class:`UserError` for an invalid template."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -91,9 +96,10 @@ class Chat:
         self._grammars: dict[int, GrammarTokenizer] = {}
         self._lock = threading.Lock()
         self._added = tokenizer.get_added_tokens_decoder()
-        self._source = template
+        self._tool_source = tool_template or template
         try:
             self._template = _environment(now).from_string(template)
+            self._tool_template = _environment(now).from_string(self._tool_source)
         except jinja2.TemplateError as error:
             raise UserError(f"the model's chat template is not valid: {_one_line(error)}") from None
         self.context = context
@@ -102,8 +108,8 @@ class Chat:
 
     @classmethod
     def load(cls, folder: Path, now: Callable[[], datetime] = datetime.now) -> Chat:
-        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, the configuration and
-        generation_config.json of a folder, prepared or published."""
+        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, :data:`TOOL_TEMPLATE`, the configuration
+        and generation_config.json of a folder, prepared or published."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"{folder} has no tokenizer.json; save a fast tokenizer in the model's folder")
@@ -121,7 +127,10 @@ class Chat:
         context = config.get("max_position_embeddings")
         if not isinstance(context, int) or context <= 0:
             raise UserError(f"base_model: {path.name} has no max_position_embeddings")
-        return cls(tokenizer, _template_of(folder, settings), special=special, ends=ends, context=context, now=now)
+        template, tool_template = _templates_of(folder, settings)
+        return cls(
+            tokenizer, template, special=special, ends=ends, context=context, now=now, tool_template=tool_template
+        )
 
     @cached_property
     def vocabulary(self) -> str:
@@ -198,7 +207,7 @@ class Chat:
     @cached_property
     def tools(self) -> ToolSupport:
         """The template's form of tools."""
-        return support_of(self._source, self.render)
+        return support_of(self._tool_source, self.render)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **arguments: Any) -> str:
         """The conversation as the model reads it, up to the start of its reply; ``arguments`` are further ones of the
@@ -209,8 +218,9 @@ class Chat:
         if not messages:
             raise UserError("a conversation needs at least one message")
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        template = self._template if arguments.get("tools") is None else self._tool_template
         try:
-            return self._template.render(
+            return template.render(
                 messages=plain,
                 add_generation_prompt=add_generation_prompt,
                 **{"tools": None, "documents": None, **self._special, **arguments},
@@ -467,16 +477,20 @@ def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
     return environment
 
 
-def _template_of(folder: Path, settings: Mapping[str, Any]) -> str:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+def _templates_of(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """The template of conversations, and that of those with tools; empty where it is the same."""
+    files = {"default": folder / "chat_template.jinja", "tool_use": folder / TOOL_TEMPLATE}
+    found: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    if not found:
+        found = settings.get("chat_template")
+        if isinstance(found, list):
+            found = {entry["name"]: entry["template"] for entry in found}
+        elif not isinstance(found, dict):
+            found = {"default": found}
+    template, tool_template = found.get("default"), found.get("tool_use") or ""
     if not isinstance(template, str):
         raise UserError(f"{folder} has no chat template (chat_template.jinja); give an instruction-tuned model")
-    return template
+    return template, tool_template
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -175,19 +175,24 @@ def support_of(template: str, render: Any) -> ToolSupport:
         except (UserError, KeyError):
             return False
 
-    tools = {"tools": [{"type": "function", "function": function}], "xml_tools": [function]}
-    plain = ToolSupport("hermes")
+    def offered(name: str) -> dict[str, Any]:
+        tool = {**function, "name": name}
+        return {"tools": [{"type": "function", "function": tool}], "xml_tools": [tool]}
+
+    tools, plain = offered(PROBE), ToolSupport("hermes")
     argument = next((name for name, value in tools.items() if writes(plain, **{name: value})), "")
     if not argument:
         return plain
+    others = {argument: offered("other")[argument]}  # a model may have a separate template for conversations with tools
     forms = [ToolSupport(style_of(template), argument, calls=True, results=True, **form) for form in FORMS]
-    written = [form for form in forms if writes(form, _calling(PROBE), _USER) or writes(form, _calling(PROBE))]
+    turns = ((_calling(PROBE), _USER), (_calling(PROBE),))
+    written = [form for form in forms if any(writes(form, *messages, **others) for messages in turns)]
     read = (
         replace(form, style=style) for form in written if (style := _style(form, render, {argument: tools[argument]}))
     )
     form = next(read, None) or (written[0] if written else replace(forms[0], calls=False))
     before = _calling("other") if form.calls else {"role": "assistant", "content": "?"}
-    return replace(form, results=writes(form, before, result))
+    return replace(form, results=writes(form, before, result, **others))
 
 
 def _style(form: ToolSupport, render: Any, tools: Mapping[str, Any]) -> str:

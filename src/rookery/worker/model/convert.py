@@ -50,7 +50,7 @@ from rookery.worker.model.adapter import Projections
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.hub import SECONDS, NoClient, bounded_requests
-from rookery.worker.model.published import COPIED, INDEX, export, fuse, locked, read_published
+from rookery.worker.model.published import COPIED, INDEX, copy_files, export, fuse, locked, read_published
 from rookery.worker.transfer.cache import write_atomically
 from rookery.worker.transfer.http import errno_of
 
@@ -160,9 +160,7 @@ def _read(source: registry.Source, target: Path, fetched: Path) -> _Published:
     published = Path(source.where) if source.kind == "folder" else _download(source.where, fetched)
     registry.refuse_prepared(published)
     registry.inspect(published)
-    for name in COPIED:
-        if (published / name).is_file():
-            shutil.copyfile(published / name, target / name)
+    copy_files(published, target)
     from transformers import AutoConfig  # seconds of import, only needed here
 
     revision = published.name if source.kind == "hub" else ""  # the library names the folder so

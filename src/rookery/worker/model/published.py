@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rookery.errors import NO_ROOM, UserError
 from rookery.folders import no_room
+from rookery.tokenization.chat import TOOL_TEMPLATE
 from rookery.tokenization.registry import CONFIG, PUBLISHED_CONFIG, PUBLISHED_WEIGHTS, WEIGHTS
 from rookery.worker.model.adapter import MODULES
 from rookery.worker.model.config import SITES, DecoderConfig
@@ -29,6 +30,7 @@ COPIED = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    TOOL_TEMPLATE,
 )
 """Files of a published model that are copied unchanged."""
 
@@ -172,6 +174,12 @@ def published_files(folder: Path, target: Path) -> None:
     about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     about = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[about["model_type"]]]} | about | {"dtype": "bfloat16"}
     (target / PUBLISHED_CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    copy_files(folder, target)
+
+
+def copy_files(folder: Path, target: Path) -> None:
+    """Copies the files of a model that stay as they are."""
     for name in COPIED:
         if (folder / name).is_file():
+            (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(folder / name, target / name)
