@@ -170,6 +170,16 @@ def test_every_way_in_refuses_what_a_run_cannot_carry(service: EmbeddedService, 
         assert client.get("/api/v1/jobs").json() == []
 
 
+@pytest.mark.parametrize("path", ["/api/v1/jobs", "/api/v1/jobs/dry-run"])
+def test_an_inline_row_keeps_its_digits_or_is_refused(service: EmbeddedService, path: str) -> None:
+    spec = job(environment={"id": "jsonl", "verifier": "number", "rows": [{"prompt": "a", "answer": 4.25}]})
+    body = json.dumps(spec).replace("4.25", "12345678.123456789012").encode()
+    with httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60) as client:
+        response = client.post(path, content=body, headers={"Content-Type": "application/json"})
+        says = "environment.rows.0.answer: given 12345678.123456789012, which would become 12345678.12345679"
+        assert response.status_code == 422 and says in response.json()["error"]
+
+
 def test_an_inline_row_may_be_as_large_as_an_uploaded_one(service: EmbeddedService) -> None:
     rows = [{"prompt": "a", "answer": "4"}, {"prompt": "x" * (256 << 10), "answer": "4"}]
     spec = job(environment={"id": "jsonl", "verifier": "exact", "rows": rows})

@@ -207,6 +207,26 @@ def test_escapes_of_one_character_in_two_halves_are_read_in_yaml_and_json(tmp_pa
         parse_job(job_in(tmp_path, r'a: "\ud83d"'))
 
 
+@pytest.mark.parametrize("field", ["rows", "eval_rows"])
+@pytest.mark.parametrize(
+    ("number", "lost"),
+    [("12345678.123456789012", True), ("3.14159265358979323846", True), ("1.2345678e-320", True),
+     ("0.30000000000000004", False), ("0.10000000000000001", False), ("12345678901234567890", False),
+     ("1e-300", False), ("1.5", False)],
+)  # fmt: skip
+def test_a_row_of_a_json_job_keeps_its_digits_or_is_refused(
+    tmp_path: Path, field: str, number: str, lost: bool
+) -> None:
+    rows = f'[{{"answer": "x"}}, {{"a": [{number}]}}]'
+    content = f'{{"environment": {{"{field}": {rows}}}, "lr": 3.14159265358979323846}}'
+    if lost:
+        where = rf"environment\.{field}\.1\.a\.0: given {re.escape(number)}, which would become .*; quote it"
+        with pytest.raises(UserError, match=where):
+            job_in(tmp_path, content)
+    else:
+        assert job_in(tmp_path, content)["environment"][field][1]["a"] == [json.loads(number)]
+
+
 def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     assert job_in(tmp_path, "\ufeffa: 1") == job_in(tmp_path, '\ufeff{"a": 1}') == {"a": 1}
 

@@ -32,6 +32,7 @@ from rookery.server.connections import Slot
 from rookery.server.responses import retry_headers
 from rookery.settings import Settings
 from rookery.spec import values
+from rookery.spec.files import decode_job
 from rookery.storage.store import Writer
 from rookery.turns import SPENT, metered
 
@@ -359,7 +360,7 @@ async def read_json(request: Request, large: Callable[[Any], Any] | None = None)
     try:
         with refused_shortages():
             body = await request.body()
-            decode = values.decode if request.url.path.startswith(JOB_ROUTES) else msgspec.json.decode
+            decode = decode_job if request.url.path.startswith(JOB_ROUTES) else msgspec.json.decode
 
             def work() -> Any:
                 value = parse(body, JSON_ITEMS, JSON_DEPTH, decode)
@@ -437,6 +438,8 @@ def parse(body: bytes, items: int, depth: int, decode: Callable[[bytes], Any] = 
         value = decode(body)
         if has_fields(value, fields):
             return value
+    except values.ValueRefused as error:
+        raise BodyRefused(422, str(error)) from None
     except (msgspec.MsgspecError, ValueError) as error:
         problem = str(error)
     try:

@@ -32,6 +32,9 @@ VALUE_CHARACTERS = 16
 ROWS = frozenset({("environment", "rows"), ("environment", "eval_rows")})
 """Where values are compared with texts of the policy."""
 
+_LONG_NUMBER = re.compile(rb"[0-9][0-9.]{16}|[eE]-3[0-9]{2}")
+"""Digits that a float may not hold, in JSON."""
+
 _TAG = "tag:yaml.org,2002:"
 _MERGE = _TAG + "merge"
 _NAMES = {
@@ -140,7 +143,7 @@ def _load(content: bytes) -> Any:
     """The value in a JSON or YAML text; JSON is read as JSON, whose numbers and escapes YAML reads differently."""
     text = content.decode("utf-8-sig")
     try:
-        return values.decode(text.encode())
+        return decode_job(text.encode())
     except json.JSONDecodeError:
         pass
     loader = _JobLoader(text)
@@ -154,6 +157,21 @@ def _load(content: bytes) -> Any:
         return loader.construct_document(node)
     finally:
         loader.dispose()
+
+
+def decode_job(content: bytes) -> Any:
+    """The value in the JSON of a job. Raises as :func:`~rookery.spec.values.decode` does, and also for a number in its
+    rows that would lose digits."""
+    value = values.decode(content)
+    if _LONG_NUMBER.search(content):
+        written = values.decode_written(content)
+        for path in sorted(ROWS):
+            part = written
+            for name in path:
+                part = part.get(name) if isinstance(part, dict) else None
+            for problem in values.lost_digits(part, ".".join(path)):
+                raise values.ValueRefused(problem)
+    return value
 
 
 def _check_aliases(root: yaml.Node) -> None:

@@ -94,6 +94,19 @@ def check(value: Any, path: str = "") -> None:
         raise ValueRefused(problem)
 
 
+def lost_digits(value: Any, path: str = "") -> Iterator[str]:
+    """One line per number of a value of :func:`decode_written` that is not what is written."""
+    left: list[tuple[Any, str]] = [(value, path)]
+    while left:
+        value, path = left.pop()
+        if isinstance(value, Rounded):
+            becomes = f"given {short(value.written)}, which would become {value!r} in this row"
+            yield _at(path, f"{becomes}; quote it, as a text")
+        elif isinstance(value, dict | list):
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            left += [(entry, f"{path}.{_name(key)}".removeprefix(".")) for key, entry in reversed([*inner])]
+
+
 def problems(value: Any, path: str = "") -> Iterator[str]:
     """One line per mistake in a value that was made from JSON or YAML or in Python."""
     left: list[tuple[Any, str, int]] = [(value, path, 0)]
