@@ -311,13 +311,31 @@ def test_projects_that_may_test_are_taken(text: str) -> None:
         ("```\nx = 1\n```\nOutput:\n```text\n1\n```\n", "x = 1\n"),
         ("1. Do:\n\n   ```python\n   if x:\n       y = 1\n\n   z\n   ```\n", "if x:\n    y = 1\n\nz\n"),
         ("```python\r\nx = 1\r\n```\r\nIt is one.\r\n", "x = 1\r\n"),
+        ("Here is the code: ```python\nx = 1\n```", "x = 1\n"),
+        ("Answer:```py\nx = 1\n```\nDone.", "x = 1\n"),
+        ("<answer>```python\nx = 1\n```</answer>", "x = 1\n"),
+        ("```python\nx = 1\n```</answer>", "x = 1\n"),
+        ("```python\nx = 1\n``` as above", "x = 1\n"),
+        ("```python\nx = 1```", "x = 1"),
+        ("```python\nx = 1```\nIt is one.", "x = 1"),
+        ("```python\nx = 1\n```python\nx = 2\n```", "x = 2\n"),
+        ("> ```python\n> if x:\n>     y = 1\n> ```\nIt is one.", "if x:\n    y = 1\n"),
+        ("- ```python\n  x = 1\n  ```", "x = 1\n"),
+        ('```python\nf = """\n    ```\n    1\n    ```\n"""\n```', 'f = """\n    ```\n    1\n    ```\n"""\n'),
+        ("```python\nx = 1\n     ```\nIt is one.", "x = 1\n     "),
+        ("`` ```python `` opens one", "`` ```python `` opens one"),
+        ("Not ```js\nlet x\n``` here", "Not ```js\nlet x\n``` here"),
     ],
 )
 def test_the_code_of_a_reply(reply: str, found: str) -> None:
     assert code_of(reply) == found
 
 
-@pytest.mark.parametrize("text", ["`" * 200_000, "```" + "\t" * 200_000, "```" + "a" * 200_000, "```\n" * 50_000])
+@pytest.mark.parametrize(
+    "text",
+    ["`" * 200_000, "```" + "\t" * 200_000, "```" + "a" * 200_000, "```\n" * 50_000, "a" + " " * 200_000,
+     "a```python\nx```\n" * 12_000, "a ``" * 50_000, "> " * 100_000],
+)  # fmt: skip
 def test_the_code_of_a_reply_is_found_in_linear_time(text: str) -> None:
     began = time.thread_time()
     code_of(text)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +30,13 @@ MOST_CHECKS = 100
 
 DEFAULT_FILE = "solution.py"
 
-_FENCE = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([\w+.-]*+)([^\n]*+)\n", re.MULTILINE)
 _PYTHON = re.compile(r"i?py(?:thon)?[0-9.]*", re.IGNORECASE)
+_FENCE = re.compile(
+    rf"(?:^([ \t>]*+)|(?<=[^\s`])[ \t]*+(?=`{{3,}}+[ \t]*+(?i:{_PYTHON.pattern})[ \t]*+\r?\n))"
+    r"(`{3,}+|~{3,}+)[ \t]*+([\w+.-]*+)([^\n]*+)\n",
+    re.MULTILINE,
+)
+"""A fence that opens a block: alone on a line, which may be quoted, or, where it names Python, after other text."""
 
 
 @dataclass(frozen=True)
@@ -83,25 +89,42 @@ def task_of(row: Mapping[str, Any]) -> CodeTask:
 
 def code_of(reply: str) -> str:
     """The code in a reply: the last fenced block of Python, to the reply's end where its end is missing, without the
-    indentation of its fence (CommonMark 0.31, section 4.5). A block without a language counts where none is Python's:
+    indentation of its fence (CommonMark 0.31, section 4.5). Other text may follow the fence that ends it, which may
+    stand at the end of a line of code where no other does. A block without a language counts where none is Python's:
     often it is the output. Without either it is the whole reply."""
     position, named, bare = 0, None, None
+    unended: set[str] = set()
     while (opening := _FENCE.search(reply, position)) is not None:
         indent, fence, language, rest = opening.groups()
         if fence[0] == "`" and "`" in rest:  # code within a line
             position = opening.end()
             continue
-        end_of = re.compile(rf"^[ \t]*{re.escape(fence)}[`~]*[ \t]*\r?$", re.MULTILINE)
-        closing = end_of.search(reply, opening.end())
-        position = closing.end() if closing is not None else len(reply)
-        block = reply[opening.end() : closing.start() if closing is not None else len(reply)]
-        if indent:
-            block = re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", block, flags=re.MULTILINE)
+        closing = _closing(reply, opening.end(), fence, indent or "", unended)
+        end = closing.start() if closing is not None else len(reply)
+        position = len(reply) if closing is None else end if _FENCE.match(reply, end) and closing[1] else closing.end()
+        block = reply[opening.end() : end]
+        if indent is None:  # such as in a list
+            block = textwrap.dedent(block)
+        elif indent:
+            block = re.sub(rf"^[ \t{'>' if '>' in indent else ''}]{{1,{len(indent)}}}", "", block, flags=re.MULTILINE)
         if _PYTHON.fullmatch(language):
             named = block
         elif not language:
             bare = block
     return next((block for block in (named, bare) if block is not None), reply)
+
+
+def _closing(reply: str, start: int, fence: str, indent: str, unended: set[str]) -> re.Match[str] | None:
+    """The fence that ends a block; its group is the first word after it. It has at most three spaces more than the one
+    that opened it: others stand in texts of the code. ``unended`` are the fences that no later line begins with."""
+    mark = rf"{fence}{fence[0]}*+"
+    if (opened := indent + fence) not in unended:
+        before = rf"[ \t{'>' if '>' in indent else ''}]{{0,{len(indent) + 3}}}+"
+        begins = re.compile(rf"^{before}{mark}[ \t]*+([\w+.-]*+)[^\n]*+", re.MULTILINE)
+        if (found := begins.search(reply, start)) is not None:
+            return found
+        unended.add(opened)
+    return re.compile(rf"(?<!{fence[0]}){mark}()[ \t]*+\r?$", re.MULTILINE).search(reply, start)
 
 
 def score(sandbox: Sandbox, limits: ProgramLimits, code: str, task: CodeTask) -> CodeScore:
