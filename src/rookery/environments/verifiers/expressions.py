@@ -8,8 +8,9 @@ makes clear (:data:`_UNCLEAR`) is no answer: a row's is refused, a reply's is wr
 
 math-verify also reads a word as the product of its letters, and of a text that it does not understand a part of it.
 Such texts are compared as they are written (:func:`as_written`): words, sequences of capital letters, answers that
-deny an equation or begin with an inequality, several lines, sets that are given by a condition. Two or three small
-letters stay a product: ``xy`` is ``yx``.
+deny an equation or begin with an inequality, several lines, sets that are given by a condition, figures by their
+points, derivatives with a prime, relations that it does not know. Two or three small letters stay a product: ``xy`` is
+``yx``.
 """
 
 from __future__ import annotations
@@ -20,19 +21,28 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from rookery.environments.verifiers.numbers import spelt_in_ascii
+from rookery.environments.verifiers.numbers import MAGNITUDES, spelt_in_ascii
 from rookery.environments.verifiers.sentences import last_answer, ratio_in_words
 from rookery.environments.verifiers.texts import decimal_of, described, visible
+from rookery.environments.verifiers.units import LENGTHS, OPPOSITES, unit_of
 
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})(?![\w.]*\w)", re.ASCII)
-_GROUP = re.compile(r"(?<![\w.,^])([1-9]\d{0,2}(\{,\}|,\\!|\\[,;:! ]| |')\d{3}(?:\2\d{3})*)(?![\w,]*\d)", re.ASCII)
+_GROUP = re.compile(r"(?<![\w.,^])([1-9]\d{0,2}(\{,\}|,\\!|\\[,;:! ]| |'|’)\d{3}(?:\2\d{3})*)(?![\w,]*\d)", re.ASCII)
 """Groups of digits that math-verify misreads; it reads 1,234."""
 _MIXED = re.compile(r"(?<![\w.,/}^])(\d{1,9})(?: |\\[,;: ])+(\d{1,9}) ?/ ?(\d{1,9})(?![\w.,/]*\d)", re.ASCII)
+_MIXED_PER_CENT = re.compile(r"(?<![\w.,/}^])(\d{1,9}) *\\[dt]?frac\{(\d{1,9})\}\{(\d{1,9})\}(?= *\\?%)", re.ASCII)
 _FRACTION = re.compile(r"\\([dtc]?)frac(?![A-Za-z]) *(\{[^{}]*\}|[0-9A-Za-z]) *(\{[^{}]*\}|[0-9A-Za-z])")
 _REPEATING = re.compile(
     r"(?<![\w.,^}])(\d{0,12})\.(\d{0,12})\\(?:overline|bar)(?: *\{(\d{1,12})\}| *(\d)(?!\d))(?!\d)", re.ASCII
 )
 """A decimal with digits that repeat."""
+_DOTTED = re.compile(
+    r"(?<![\w.,^}])(\d{0,12})\.(\d{0,12})(?:\\dot *(?:\{(\d)\}|(\d))(?:(\d{0,11})\\dot *(?:\{(\d)\}|(\d)))?(?!\d)"
+    r"|(?<=\d\.)\((\d{1,12})\)(?!\d))",
+    re.ASCII,
+)
+"""The same with dots over the first and the last digit that repeat, or in brackets right after the point."""
+_MICRO = re.compile(r"\\mu *\\(?:text|textrm|mathrm|mbox) ?\{ *([A-Za-z]+) *\}")
 _PER_CENT = re.compile(
     r"(?<=[\d)}])(?: |\\[,;: ])*"
     r"(?:\\(?:text|textrm|mathrm|mbox) ?\{ *per ?cent *\}|per ?cent(?![A-Za-z])(?! *point))",
@@ -65,19 +75,47 @@ _COLOR = re.compile(r"\\(?:text)?color ?\{[^{}]*\}")
 _ANGLES = re.compile(r"(?:\\(?:left|right) *)?\\(?P<side>[lr])angle(?![A-Za-z])")
 _TIMES_TEN = re.compile(r"(?<=\d) ?[xX*] ?(?=10 ?\^)", re.ASCII)
 _POWERS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
+_INDICES = re.compile("[₀-₉]+")
+_MINUS_WORD = re.compile(r"(?<![\d正])[负負] ?(?=\d)")
 _WORDS = re.compile(r"true|false|null|none|nan|undefined", re.IGNORECASE)
 """Words that math-verify does not read, or reads as products of letters."""
 _LETTERS = re.compile(
     r"(?!(?i:infinity|infty|alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|pi|rho|sigma|tau"
     r"|upsilon|phi|chi|psi|omega)\Z)(?:"
     r"[A-Z]{2,}|[A-Z][a-z]{2,}|[a-z]{4,}"
+    r"|(?:He|Li|Be|Ne|Na|Mg|Al|Si|Cl|Ar|Ca|Cr|Mn|Fe|Co|Ni|Cu|Zn|Br|Ag|Sn|Ba|Au|Hg|Pb|[HBCNOFPSKI]){2,}"
     r"|(?i:no|yes|on|off|up|odd|one|two|six|ten|all|any|day|may|sun|mon|tue|wed|thu|fri|sat|red|tie|win|sin|cos|tan|log|exp|cat|dog))",
     re.ASCII,
 )
 """A word or a sequence of letters, no product of variables and no symbol's name."""
+_FIGURE = re.compile(
+    r"\\(?:(?:measured)?angle|triangle|square|parallelogram|overline|over(?:left)?(?:right)?arrow|widehat|odot)(?![A-Za-z])"
+    r" *\{? *[A-Z]{2,}"
+)
+"""Points that name a figure, in their order."""
+_FOREIGN_RELATION = re.compile(
+    r"\\(?:to|(?:long)?(?:left)?rightarrow|rightleftharpoons|iff|land|lor|neg|wedge|vee|forall|exists|parallel"
+    r"|perp|nmid|sim|cong|propto|(?:sub|sup)set(?:eq)?|oplus|otimes|ll|gg|ce)(?![A-Za-z])|→"
+)
+"""Relations and operations that math-verify does not read."""
+_TEXT = re.compile(r"[^\W\d_]+(?:(?:,? |-|['’]|\. ?|, ?| & )[^\W\d_]+)*", re.UNICODE)
+_FOREIGN = re.compile(r"[^\W\d_A-Za-zΑ-Ωα-ωϑϕϵ]")
+"""A letter that stands for no variable."""
+_LISTING = re.compile(r",?\s*\b(?:and|or)\b\s*|\s*[,&]\s*")
 _WRAPPED = re.compile(r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox) *\{([^{}]*)\}")
 _DENIAL = re.compile(r"\\(?:neq?|not)(?![A-Za-z])|≠")
+_PRIME = re.compile(r"(?<=[A-Za-z)\]}])['′]|\\prime(?![A-Za-z])")
+_MEMBER = re.compile(r"\A(?:[A-Za-z]|\\(?:theta|alpha|lambda)) *(?:\\in(?![A-Za-z])|∈) *(?=\\left *[(\[]|[(\[])")
+_INTRODUCED = re.compile(r"\A\\text(?:bf|rm)? ?\{[^{}]*(?::|\bis|=) *\}(?=.)", re.DOTALL)
+"""A title before an answer."""
+_DECORATED = re.compile(
+    r"\\(?:boldsymbol|bm|underline|framebox)\{([^{}]*)\}|\\begin\{aligned\}([^&\\]*)\\end\{aligned\}"
+)
+_WHOLE = re.compile(r"\A(-?\d+)\.0+\Z", re.ASCII)
+_DERIVATIVE = re.compile(r"\A[A-Za-z]['′]{1,3} ?(?:\( ?[A-Za-z] ?\))? ?= ?")
+"""The name of a derivative before its value."""
 _INEQUALITY = re.compile(r"(?:[<>≤≥]|\\(?:[lg]eq?|[lg]t|leqslant|geqslant)(?![A-Za-z]))")
+_RELATION = re.compile(rf"{_INEQUALITY.pattern}|=")
 _CONDITION = re.compile(r"\\\{[^{}=:|]*(?::|\||\\mid(?![A-Za-z])|\\vert(?![A-Za-z]))")
 """The beginning of a set that is given by a condition."""
 _MODULO = re.compile(r"\\(?:equiv|pmod)(?![A-Za-z])|≡|\( ?\\?mod\b")
@@ -101,15 +139,29 @@ _END = 400
 
 def _ending(word: str) -> re.Pattern[str]:
     return re.compile(
-        r"(?:\A|(?::|\b(?i:is|answer|option|choice)\b:?))"
-        rf"(?:[({_OPENING}\s]|\\\()*({word})(?:[){_CLOSING}\s.!]|\\\))*\Z"
+        r"(?:(?s:.*)(?:[:：是为為选選]|\b(?i:is|answer|option|choice)\b:?)|\A)"
+        rf"(?:[({_OPENING}\s]|\\\()*+({word})(?:[){_CLOSING}\s.!。！]|\\\))*\Z"
     )
 
 
-_NAMED, _NAMED_WORD = _ending("[A-Z]{1,12}"), _ending("[A-Za-z]{1,20}")
-"""A reply that ends with a choice or a sequence of letters, and one that ends with any word."""
+_ANY_WORD = r"[^\W\d_]{1,20}"
+_CHOSEN = re.compile(
+    rf"(?:\A|[\n:]|\b(?i:is|answer|option|choice)\b:?)[({_OPENING}\s]*+(?P<letter>[A-J])"
+    rf"(?:[{_CLOSING}]*\)[{_CLOSING}]*\.?|[{_CLOSING}]+[.:]|:) +(?P<rest>[^\n.]{{1,80}})\.?\s*\Z"
+    r"|\b(?i:option|choice) \(?(?P<alone>[A-J])\)? is (?:the )?(?:correct|right|true)"
+    r"(?: (?:answer|one|choice|option))?[.!]?\s*\Z"
+)
+"""A reply that ends with a choice and the text of the choice."""
+_NAMED, _NAMED_WORD = _ending("[A-Z]{1,12}"), _ending(rf"{_ANY_WORD}(?:(?: |-|['’]){_ANY_WORD}){{0,5}}")
+"""A reply that ends with a choice or a sequence of letters, and one that ends with any words."""
+_EAST = "\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af"
+"""Letters of languages that write no spaces."""
 _TAGGED = re.compile(r"<(?P<tag>[A-Za-z]\w{0,20})>([^<>]*)</(?P=tag)>", re.ASCII)
-_TITLE = re.compile(r"\\text(?:bf)? ?\{[^{}]*: *\}|(?<=[A-Za-z]{2}:)(?=[-+]?\.?\d)", re.ASCII)
+_TITLE = re.compile(
+    rf"\\text(?:bf)? ?\{{[^{{}}]*: *\}}|(?<=[A-Za-z]{{2}}:)(?=[-+]?\.?\d)|(?<=[{_EAST}][：:])(?=[-+]?\d)"
+    rf"|(?<=[{_EAST}])(?=[-+]?\d)|(?<=\d)(?=[{_EAST}])(?![{MAGNITUDES}])",
+    re.ASCII,
+)
 """A title in LaTeX, and the place after one that a number follows without a space."""
 _ORDINAL = re.compile(r"\b\d+(?:st|nd|rd|th)\b")
 _QUOTED = re.compile(
@@ -147,40 +199,15 @@ _RANGE = re.compile(r"[\d)}] ?[\u2010-\u2013] ?[\d(\\]")
 _SYMBOLS = str.maketrans(
     {"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\leq ",
      "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∅": r"\emptyset ",
-     "⁄": "/", "∕": "/", "∗": "*", "°": r"^\circ ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta "}
+     "⁄": "/", "∕": "/", "∗": "*", "∶": ":", "∙": r"\cdot ", "⟨": "(", "⟩": ")", "ℝ": r"\mathbb{R}",
+     "ℤ": r"\mathbb{Z}", "ℚ": r"\mathbb{Q}", "ℕ": r"\mathbb{N}", "ℂ": r"\mathbb{C}", "°": r"^\circ ",
+     "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "，": ",", "、": ", ", "；": ";", "：": ":", "．": ".",
+     **dict.fromkeys("✕✖⨯⨉", r"\times ")}
 )  # fmt: skip
 
 _NUMBER = re.compile(r"\\boxed\{-?(\d+(?:\.\d+)?)\}", re.ASCII)
 
-_MEASURES = {
-    "length": {
-        "mm millimeter millimetre": "1/1000", "cm centimeter centimetre": "1/100", "dm decimeter decimetre": "1/10",
-        "m meter metre": "1", "km kilometer kilometre": "1000", "in inch": "254/10000", "ft foot feet": "3048/10000",
-        "yd yard": "9144/10000", "mi mile": "1609344/1000",
-    },
-    "time": {
-        "s sec second": "1", "min minute": "60", "h hr hour": "3600", "day": "86400", "week": "604800",
-    },
-    "months": {"month": "1", "yr year": "12"},
-    "mass": {"mg milligram": "1/1000", "g gram": "1", "kg kilogram": "1000"},
-    "volume": {"ml mL milliliter millilitre": "1/1000", "l L liter litre": "1"},
-    "speed": {
-        "m/s": "1", "km/s": "1000", "cm/s": "1/100", "m/min": "1/60", "km/h kmh kph": "5/18", "ft/s": "3048/10000",
-        "mi/h mph": "1609344/3600000",
-    },
-    "degrees Celsius": {"celsius": "1"},
-    "degrees Fahrenheit": {"fahrenheit": "1"},
-}  # fmt: skip
-_UNITS = {
-    name: (measure, Fraction(size))
-    for measure, sizes in _MEASURES.items()
-    for names, size in sizes.items()
-    for name in names.split()
-}
-_LENGTHS = {name: size for name, (measure, size) in _UNITS.items() if measure == "length"}
-_UNITS |= {f"{name}2": ("area", size**2) for name, size in _LENGTHS.items()}
-_UNITS |= {f"{name}3": ("volume", 1000 * size**3) for name, size in _LENGTHS.items()}  # of litres
-_LENGTH = "(?:" + "|".join(f"{name}(?:e?s)?" for name in sorted(_LENGTHS, key=len, reverse=True)) + ")"
+_LENGTH = "(?:" + "|".join(f"{name}(?:e?s)?" for name in sorted(LENGTHS, key=len, reverse=True)) + ")"
 _GAP, _SQUARED = r"(?: |~|\\[,;:! ])", r" ?\^ ?(?:([23])(?!\d)|\{ ?([23]) ?\})"
 _RAISED = re.compile(
     r"(?<=[\d)}])(?:"
@@ -191,16 +218,20 @@ _RAISED = re.compile(
 )
 """The unit of an area or of a volume at the end of an answer or of a reply."""
 _UNIT = re.compile(
-    r"(?:(?<=[\d)}])(?: |\\[,;: ])*(?!(?:in|mi|yd|mg|ml)\b)([A-Za-z]{1,11})"
-    r"|\\(?:text|textrm|mathrm|mbox) ?\{ *([A-Za-z]{1,11}[23]?(?:/[a-z]{1,3})?)\.? *\})[\s.*$]*\Z"
+    r"(?:(?<=[\d)}])(?P<gap>(?: |\\[,;: ])*)(?P<bare>[A-Za-zµμΩ]{1,12})"
+    r"|\\(?:text|textrm|mathrm|mbox) ?\{ *(?P<text>[A-Za-zµμΩ]{1,13}[23]?(?:/[a-z]{1,3}| per [a-z]+)?)\.? *"
+    r"\})[\s.*$]*\Z"
 )
-"""The unit at the end of an answer or of a reply; 3mg may be a product of variables."""
+"""The unit at the end of an answer or of a reply."""
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_ADJACENT = re.compile(r"[A-Za-z]|in|mi|yd|mg|ml")
+"""Units that are variables right after a number, as in 3mg."""
 _SYMBOL = r"(?:[kcmMµn]?(?:m|s|g|N|J|W|V|A|Pa|mol|rad|L|l|Hz)|min|hr?|ft|in|mi|yd|lb|gal|day|year|person|K)"
 _AMOUNT = re.compile(
     r"(?<=[\d)}%])(?: |~|\\[,;: ])+("
     rf"{_SYMBOL}(?:[ ·*]{_SYMBOL})*(?:\^\{{?\d\}}?)?(?:/{_SYMBOL}(?:\^\{{?\d\}}?|[²³])?)+"
     rf"|(?!.*\b(?:choose|times|over|plus|minus|divided|and|or|mod|infinity|infty|inf|{_PART})\b)"
-    r"(?:[a-z]+ +)*[a-z]{4,}(?: +[a-z]+)*"
+    r"(?:[a-z]+ +)*(?:[a-z]{4,}|men|man|pie|toy|way|day|deg|sec|min|am|pm)(?: +[a-z]+)*"
     r")\.?\Z"
 )
 """A unit of several symbols, or words, after a number and a space at the end of an answer: ``5 m/s``, ``3 people``."""
@@ -216,10 +247,11 @@ _MONEY = re.compile(
     r"[€£¥₹₩]|\\(?:euro|pounds|yen)(?![A-Za-z])|(?<=\d) ?(?:USD|EUR|GBP|JPY|INR|CHF)\.?\Z"
     r"|\A(?:USD|EUR|GBP|JPY|INR|CHF|Rs\.?|US) ?(?=\\?\$?\d)"
 )
-"""Signs and codes of currencies next to a number; math-verify reads the dollar."""
+"""Signs and codes of currencies next to a number."""
+_DOLLARS = re.compile(r"\A(-?) ?\\?\$ ?(-?\d[\d,]*(?:\.\d+)?)\Z", re.ASCII)
 _SPACE = r"(?:[\s.:~]|\\[,;:! ]|\\q?quad(?![A-Za-z]))"
 _CHOICE = re.compile(
-    r"\A(?:\\(?:text|textbf|textrm|mathrm|mathbf|mbox) ?\{ *\(?([A-J])[).:]? *\}"
+    r"\A(?:\\(?:text|textbf|textrm|mathrm|mathbf|mbox) ?\{ *\(?([A-J])[).:]? *(?:\}|(?<=[).:] )(?=[^{}]*\}\Z))"
     rf"|\(([A-J])\)(?={_SPACE}|\\text)|([A-J])\)(?=\s|\Z)){_SPACE}*+"
     r"((?![-+*/^=<>_&|]|\\(?:cup|cap|times|cdot|div|pm|setminus|subset|in|to|leq?|geq?|neq?|equiv)(?![A-Za-z])).*)\Z",
     re.DOTALL,
@@ -258,18 +290,32 @@ def reply_latex(text: str, *, words: bool = False) -> str | None:
     boxed = _several_boxes(text) or _last_box(text)
     if boxed is None:
         end = text[-_END:]
-        named = (_NAMED_WORD if words else _NAMED).search(end)
+        spelt = spelt_in_ascii(end)
+        named = (_NAMED_WORD if words else _NAMED).search(spelt)
         if named is not None:
             return clear(named[1])
+        chosen = _CHOSEN.search(spelt)
+        if chosen is not None:
+            return clear(f"({chosen['letter'] or chosen['alone']}) {chosen['rest'] or ''}".strip())
         last = [one for found in _MATHEMATICS.finditer(end) for one in found.groups() if one][-1:]
         if _DENIED.search(end) or (last and as_written(rf"\boxed{{{last[0]}}}")):
             return clear(last[0]) if last and not _DENIED.search(end) else None
-        answer = last_answer(spelt_in_ascii(end))
+        answer = last_answer(spelt)
         if answer is not None:
             return clear(answer)
         text = text[:-_END] + _bared(end)
         return _raised(_written(_RANGE.sub(lambda found: f"{found[0][0]} to {found[0][-1]}", text)))
-    return clear(ratio_in_words(boxed) or boxed)
+    sign = "" if _several_boxes(text) else _before_box(text)
+    return None if sign is None else clear(sign + (ratio_in_words(boxed) or boxed))
+
+
+def _before_box(text: str) -> str | None:
+    """The sign before the last box; None where the box is an operand of something else."""
+    before = text[max(0, max(text.rfind(r"\boxed"), text.rfind(r"\fbox")) - _END) :]
+    before = before[: max(before.rfind(r"\boxed"), before.rfind(r"\fbox"))]
+    if re.search(r"\\[dtc]?frac *(?:\{[^{}]*\})? *\{ *\Z|\d\Z|\\sqrt *\{ *\Z", before):
+        return None
+    return "-" if re.search(r"(?:\A|[\s$=:(\[])[-−]\Z", before) else ""
 
 
 def _bared(text: str) -> str:
@@ -280,13 +326,14 @@ def _bared(text: str) -> str:
 
 def clear(text: str) -> str | None:
     r"""One answer in a ``\boxed{…}``, None where it could be read in several ways."""
-    content = _unwrapped(text)
+    content = _MEMBER.sub("", _INTRODUCED.sub("", _DECORATED.sub(lambda found: found[1] or found[2], _unwrapped(text))))
     if _RANGE.search(content):
         return None
-    content = _in_words(_separated(_STOP.sub("", _written(content, whole=True))))
+    content = _in_words(_separated(_STOP.sub("", _written(_DERIVATIVE.sub("", content), whole=True))))
     power = _POWER_OF_TEN.fullmatch(content)
     if power is not None:  # exact, where math-verify multiplies floats
         content = power[1] + _digits(Decimal(f"{power[2]}e{power[3]}"))
+    content = _WHOLE.sub(r"\1", content)
     if not content:
         return None
     if "$" in content.replace("\\$", ""):  # prose around an expression, which math-verify finds
@@ -302,13 +349,43 @@ def as_written(latex: str) -> bool:
     """Whether math-verify would read an answer in a box as another one, so that its text is compared."""
     content = (_last_box(latex) or "").strip()
     if (
-        _LETTERS.fullmatch(_WRAPPED.sub(r"\1", content).strip())
+        _is_text(_WRAPPED.sub(r"\1", content).strip())
         or _DENIAL.search(content)
+        or _PRIME.search(content)
+        or _FIGURE.search(content)
+        or (_FOREIGN_RELATION.search(content) and r"\lim" not in content)
         or _INEQUALITY.match(content)
         or _MODULO.search(content)
     ):
         return True
     return r"\\" in _ENVIRONMENT.sub("", content) or _CONDITION.match(_bare(content)) is not None
+
+
+def _is_text(content: str) -> bool:
+    """Whether an answer is of words: no product of variables."""
+    if _LETTERS.fullmatch(content):
+        return True
+    words = re.split(r"[^\w]+", content)
+    return bool(_TEXT.fullmatch(content)) and any(_LETTERS.fullmatch(one) or _FOREIGN.search(one) for one in words)
+
+
+def joined_relations(latex: str) -> tuple[str, list[str]]:
+    """The word between relations of an answer in a box, ``and`` or ``or``, and these; "" for any other answer."""
+    content = _last_box(latex) or ""
+    words = {re.sub(r"[^a-z]|text(?:rm)?|mathrm|mbox", "", found[0]) for found in _JOINED.finditer(content)}
+    parts = _JOINED.split(content)
+    if len(words) != 1 or not all(_RELATION.search(part) for part in parts):
+        return "", []
+    return words.pop(), parts
+
+
+def contradict(latex: str, other: str) -> bool:
+    """Whether the words of two answers in boxes say the opposite: 5 up is not 5 down."""
+    said = [
+        dict(OPPOSITES[word] for word in re.findall("[a-z]+", content.lower()) if word in OPPOSITES)
+        for content in (_last_box(latex) or "", _last_box(other) or "")
+    ]
+    return any(said[0][axis] != said[1][axis] for axis in said[0].keys() & said[1].keys())
 
 
 def content_of(latex: str) -> str:
@@ -317,18 +394,26 @@ def content_of(latex: str) -> str:
 
 
 def same_text(latex: str, other: str) -> bool:
-    """Whether two answers in boxes are written alike. Spaces, capitals of words and the spelling of a relation do not
-    count."""
-    return _bare(content_of(latex)) == _bare(content_of(other))
+    """Whether two answers in boxes are written alike. Spaces, capitals of words, the spelling of a relation and the
+    order of words in a list do not count."""
+    return _bare(content_of(latex)) == _bare(content_of(other)) or _listed(latex) == _listed(other) != [""]
+
+
+def _listed(latex: str) -> list[str]:
+    """The parts of a list of words; [""] for another answer."""
+    content = _WRAPPED.sub(r"\1", content_of(latex)).strip()
+    return sorted(map(_bare, _LISTING.split(content))) if _is_text(content) else [""]
 
 
 def without_unit(latex: str) -> tuple[str, str, Fraction]:
     """An answer without its unit, the measure of the unit and its size; "" for an answer without one that is known."""
     box = _last_box(latex)
     found = _UNIT.search(latex[-_END:] if box is None else box)
-    name = (found[1] or found[2]) if found is not None else ""
-    unit = _UNITS.get(name) or _UNITS.get(name.removesuffix("es")) or _UNITS.get(name.removesuffix("s"))
-    if unit is None or found is None:
+    if found is None or (not found["gap"] and _ADJACENT.fullmatch(found["bare"] or "")):
+        return latex, "", Fraction(1)
+    unit = unit_of(found["bare"] or found["text"], enclosed=found["bare"] is None)
+    variables = box is not None and found["bare"] and re.search("[A-Za-z]", _COMMAND.sub("", box[: found.start()]))
+    if unit is None or variables:
         return latex, "", Fraction(1)
     return (latex if box is None else rf"\boxed{{{box[: found.start()]}}}"), *unit
 
@@ -343,7 +428,7 @@ def _bare(content: str) -> str:
     content = re.sub(r"\\[lg]t(?![A-Za-z])", lambda found: "<" if found[0] == r"\lt" else ">", content)
     content = re.sub(r"\\(?:mid|vert)(?![A-Za-z])|\|", ":", content)
     content = "".join(content.split())
-    return content.lower() if re.fullmatch(r"[A-Za-z]{2,}", content) else content
+    return content.casefold() if re.fullmatch(r"(?:[^\W\d_]|[-'’&,.]){2,}", content) else content
 
 
 def _unwrapped(text: str) -> str:
@@ -365,7 +450,7 @@ def _unwrapped(text: str) -> str:
 def _in_words(content: str) -> str:
     """An answer whose units are text, which math-verify leaves out."""
     content = _WITHIN_TEXT.sub(lambda found: found[1] + (rf"\text{{ {found[2]}}}" if found[2] else ""), content)
-    content = _raised(_MONEY.sub("", content).strip())
+    content = _raised(_MONEY.sub("", _DOLLARS.sub(r"\1\2\\text{ dollar}", content)).strip())
     if (found := _TEMPERATURE.search(content)) is not None:
         scale = "celsius" if (found["text"] or found["bare"]).upper() == "C" else "fahrenheit"
         return rf"{content[: found.start()]}\text{{ {scale}}}"
@@ -380,7 +465,7 @@ def _raised(content: str) -> str:
     *parts, word, named, rest = found.groups()
     given = [part for part in parts if part is not None] or [named, "2" if word.startswith("sq") else "3"]
     spelt = (given[0], given[0].removesuffix("es"), given[0].removesuffix("s"))
-    unit = next(name for name in spelt if name in _LENGTHS)
+    unit = next(name for name in spelt if name in LENGTHS)
     return rf"{content[: found.start()]}\text{{ {unit}{given[1]}}}{rest}"
 
 
@@ -410,6 +495,7 @@ def _written(text: str, *, whole: bool = False) -> str:
     """The text with every number as digits and a point, and Unicode's mathematics as LaTeX. ``whole``: it is one
     answer, in which powers and names are those of mathematics."""
     text = _ANGLES.sub(lambda found: "(" if found["side"] == "l" else ")", _COLOR.sub("", spelt_in_ascii(text)))
+    text = _MINUS_WORD.sub("-", text)
     text = _STYLED.sub(lambda found: found[1] or found[2], _TIMES_TEN.sub(r"\\times ", text))
     if whole and not re.fullmatch(_FUNCTIONS, _WRAPPED.sub(r"\1", text)):
         text = _BASE.sub(r"\\log_{\1}", _INFINITY.sub(r"\\infty", _POWER.sub(_power, text)))
@@ -418,12 +504,14 @@ def _written(text: str, *, whole: bool = False) -> str:
         text = _POWERS.sub(
             lambda found: f"^{{{unicodedata.normalize('NFKC', found[0]).replace(chr(0x2212), '-')}}}", text
         )
+        text = _INDICES.sub(lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}", text)
         text = "".join(_fraction(char) for char in text).translate(_SYMBOLS)
     text = _FACTOR.sub(r"\1\\cdot ", text)
     text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
     text = _FRACTION.sub(lambda found: rf"\{found[1]}frac{{{found[2].strip('{}')}}}{{{found[3].strip('{}')}}}", text)
+    text = _DOTTED.sub(_dotted, _MICRO.sub(r"\\text{ µ\1}", text))
     text = _REPEATING.sub(_repeated, text.replace("~", " ").replace(r"\varnothing", r"\emptyset"))
-    text = _MIXED.sub(_improper, _PER_CENT.sub("%", text))
+    text = _MIXED.sub(_improper, _MIXED_PER_CENT.sub(_improper, _PER_CENT.sub("%", text)))
     text = _GROUP.sub(lambda found: found[1].replace(found[2], ""), text)
     return _SCIENTIFIC.sub(lambda found: _digits(Decimal(found[0])), text).strip()
 
@@ -446,9 +534,18 @@ def _fraction(char: str) -> str:
 
 def _repeated(found: re.Match[str]) -> str:
     """A repeating decimal as an exact fraction."""
-    start, period = found[1] + found[2], found[3] or found[4]
-    top = int(start + period) - int(start or "0")
-    return rf"\frac{{{top}}}{{{10 ** len(found[2]) * (10 ** len(period) - 1)}}}"
+    return _as_fraction(found[1], found[2], found[3] or found[4])
+
+
+def _as_fraction(whole: str, start: str, period: str) -> str:
+    top = int(whole + start + period) - int(whole + start or "0")
+    return rf"\frac{{{top}}}{{{10 ** len(start) * (10 ** len(period) - 1)}}}"
+
+
+def _dotted(found: re.Match[str]) -> str:
+    """As :func:`_repeated`."""
+    whole, start, *digits = found.groups(default="")
+    return _as_fraction(whole, start, "".join(digits))
 
 
 def _improper(found: re.Match[str]) -> str:

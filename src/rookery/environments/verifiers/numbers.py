@@ -168,6 +168,8 @@ class _Characters(dict[int, str | int | None]):
             spelt = " "
         elif 0xFF01 <= code <= 0xFF5E and char not in "，．：；":
             spelt = chr(code - 0xFEE0)
+        elif 0x1D400 <= code <= 0x1D7FF:  # the alphabets of mathematics
+            spelt = unicodedata.normalize("NFKC", char)
         elif char in "\u066b\uff0e":
             spelt = "."
         elif char == "\u066c":

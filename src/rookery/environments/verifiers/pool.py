@@ -25,6 +25,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,8 @@ from rookery.children import add_child_seconds, child_variables, interpreter
 from rookery.environments.verifiers.expressions import (
     as_written,
     content_of,
+    contradict,
+    joined_relations,
     reply_latex,
     same_text,
     significant_digits,
@@ -346,12 +349,14 @@ def prepare_math() -> Callable[..., Any]:
     """The scorer of :class:`~rookery.environments.verifiers.verifiers.Math`: compares a ``reply`` with the ``expected``
     LaTeX, or tells which of the ``answers`` have no expression. math-verify's own limits are off: the pool's limit also
     stops big integers."""
+    from latex2sympy2_extended import math_normalization
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     from math_verify import parse, parser, verify
-    from sympy import Expr, Rational
+    from sympy import Expr, Intersection, Rational, Union
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
 
+    math_normalization.units_regex = re.compile("(?!)()")  # it takes the last variable of a product for a unit
     # capital letters as symbols of their own, and as the small ones; ``parse`` has no argument for it
     readings = [
         functools.partial(latex2sympy, conversion_config=ConversionConfig(lowercase_symbols=folds))
@@ -365,13 +370,24 @@ def prepare_math() -> Callable[..., Any]:
         found: list[Any] = parse(latex, parsing_timeout=None)
         return found
 
+    def read(latex: str, *, folds: bool = False) -> list[Any]:
+        """As :func:`expressions`; relations with a word between them are the set of their solutions."""
+        word, parts = joined_relations(latex)
+        with contextlib.suppress(Exception):  # relations of several variables
+            if word:
+                sets = [expressions(rf"\boxed{{{part}}}", folds=folds)[0].as_set() for part in parts]
+                return [Union(*sets) if word == "or" else Intersection(*sets)]
+        return expressions(latex, folds=folds)
+
     def score(reply: str = "", expected: str = "", answers: list[str] | None = None) -> bool | list[bool] | None:
         if answers is not None:
             return [as_written(answer) or _is_read(expressions(answer)) for answer in answers]
-        gold, latex = expressions(expected), reply_latex(reply, words=as_written(expected))
+        gold, latex = read(expected), reply_latex(reply, words=as_written(expected))
         if not as_written(expected) and not _is_read(gold):
             return None
         if latex is None:
+            return False
+        if contradict(expected, latex):
             return False
         residues = [congruence(content_of(one)) for one in (expected, latex)]
         if any(residues):
@@ -388,12 +404,15 @@ def prepare_math() -> Callable[..., Any]:
             latex = rf"\boxed{{{other_text}}}"
         if as_written(expected) or as_written(latex):
             return same_text(expected, latex)
+        whole = expected, latex
         (expected, measure, size), (latex, other, other_size) = without_unit(expected), without_unit(latex)
         if measure and other and measure != other:
             return False
-        gold, given = expressions(expected), expressions(latex)
+        if bool(measure) is not bool(other) and _letters(read(whole[0])) & _letters(read(whole[1])):
+            expected, latex = whole  # a letter of both, and no unit
+        gold, given = read(expected), read(latex)
         if _folds(gold, given):
-            gold, given = (expressions(text, folds=True) for text in (expected, latex))
+            gold, given = (read(text, folds=True) for text in (expected, latex))
         if measure and other and size != other_size and given and isinstance(given[0], Expr):
             given = [given[0] * Rational(other_size / size)]
         gold, given = _as_sets(*_with_imaginary_unit(gold, given))
@@ -407,6 +426,13 @@ def prepare_math() -> Callable[..., Any]:
 def _is_read(found: Sequence[Any]) -> bool:
     """Whether math-verify found an expression, not only a text."""
     return any(not isinstance(one, str) for one in found)
+
+
+def _letters(found: Sequence[Any]) -> set[str]:
+    """The names of the variables."""
+    from sympy import Basic
+
+    return {str(letter) for one in found if isinstance(one, Basic) for letter in one.free_symbols}
 
 
 def _folds(*sides: Sequence[Any]) -> bool:
@@ -442,12 +468,16 @@ def _with_imaginary_unit(gold: list[Any], given: list[Any]) -> tuple[list[Any], 
 
 
 def _as_sets(gold: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Both sides, where one is an interval, or a union of some, and the other an inequality of one variable as sets."""
-    from sympy import Interval, Union
+    """Both sides, where one is an interval, or a union of some, and the other inequalities of one variable as sets."""
+    from sympy import And, Eq, Interval, Union
     from sympy.core.relational import Relational
 
     def of(side: list[Any], other: list[Any]) -> list[Any]:
-        if side and other and isinstance(side[0], Relational) and isinstance(other[0], Interval | Union):
+        first, second = side[:1], other[:1]
+        solved = all(isinstance(one, Relational | And) and not isinstance(one, Eq) for one in (*first, *second))
+        solved &= bool(first and second) and _letters(first) == _letters(second)
+        bounded = any(isinstance(one, Relational | And) for one in first)
+        if solved or (bounded and any(isinstance(one, Interval | Union) for one in second)):
             with contextlib.suppress(Exception):  # no inequality that sympy solves
                 return [side[0].as_set()]
         return side
@@ -480,11 +510,18 @@ def _in_order(gold: Sequence[Any], given: Sequence[Any]) -> tuple[Sequence[Any],
 def _without_per_cent(gold: Sequence[Any], given: Sequence[Any]) -> list[tuple[list[Any], list[Any]]]:
     """Both sides without a per cent sign where one of them alone has it: 12.5 is 12.5%, as is 0.125. An answer without
     the sign that is below 1 is a share, and no number of per cent."""
-    from math_verify.grader import get_pct_val
+    from sympy import Mul, Rational, UnevaluatedExpr
+
+    def per_cent(one: Any) -> Any:
+        """The number of per cent; None for any other expression."""
+        hundredth = UnevaluatedExpr(Rational(1, 100))
+        if not isinstance(one, Mul) or hundredth not in one.args:
+            return None
+        return Mul(*(part for part in one.args if part != hundredth))
 
     if not gold or not given:
         return []
-    bare, replied = get_pct_val(gold[0]), get_pct_val(given[0])
+    bare, replied = per_cent(gold[0]), per_cent(given[0])
     if (bare is None) is (replied is None):
         return []
     if bare is not None:

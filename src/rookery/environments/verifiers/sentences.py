@@ -10,20 +10,22 @@ END = 400
 
 _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|theta"
 _LAST_TAG = re.compile(r"<(?P<tag>[A-Za-z]\w{0,20})>([^<>]*)</(?P=tag)>[\s.*]*\Z", re.ASCII)
-_BEFORE = re.compile(r"\n|(?<=[A-Za-z*]):|\b(?:is|are|be|equals)\b:?", re.IGNORECASE)
+_BEFORE = re.compile(r"\n|(?<=[A-Za-z*]):|\b(?:is|are|be|equals|it['’]s)\b:?", re.IGNORECASE)
 """A line end, a colon or a verb: the last one stands before the answer."""
-_ASSIGNED = re.compile(r"[A-Za-z](?:\([A-Za-z]\))? ?= ?(?!=)")
+_ASSIGNED = re.compile(r"[A-Za-z]'{0,3}(?:\([A-Za-z]\))? ?= ?(?!=)")
 _EXPRESSION = re.compile(
     rf"(?:\d++(?:\.\d++)?+|(?<![A-Za-z])(?:{_FUNCTIONS}|[A-Za-z]{{1,2}})(?![A-Za-z])"
     r"|[-+*/^()√π²³·×−]|\\[a-z]++|[{}]| (?! ))++",
     re.ASCII,
 )
 _LISTED = re.compile(
-    rf"(?:\d++(?:\.\d++)?+|(?<![A-Za-z])(?:{_FUNCTIONS}|oo|[A-Za-z])(?![A-Za-z])"
-    r"|[<>!]=|[-+*/^()√π²³·×−∞±∪\[\]{}<>≤≥≠]|(?<=[A-Za-z]) ?= ?|\\[a-z]++|(?<=\d) ?: ?(?=\d)|,(?! ?,)| (?! ))++",
+    rf"(?:\d++(?:\.\d++)?+|(?<![A-Za-z])(?:{_FUNCTIONS}|oo|[A-Za-z](?:_\{{?\w\}}?)?)(?![A-Za-z])"
+    r"|[<>!]=|[-+*/^()√π²³·×−∞±∪\[\]{}<>≤≥≠]|(?:(?<=[A-Za-z])|(?<=_\w)|(?<=\})) ?= ?|\\[a-z]++"
+    r"|(?<=\d) ?: ?(?=\d)|,(?! ?,)| (?! ))++",
     re.ASCII,
 )
 """Several values, a relation or a ratio."""
+_WORD = re.compile(r",? (?:and|or) ")
 _OF_SEVERAL = re.compile(r"[,<>≤≥≠±∪]|!=|\d ?: ?\d")
 _THOUSANDS = re.compile(r"[-+−]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
 _RELATIONS = {">=": r"\ge ", "<=": r"\le ", "!=": r"\ne "}
@@ -86,7 +88,10 @@ def _answer(text: str, *, whole: bool) -> str | None:
         return f"{several['first']}, {several['last']}"
     if congruence(text) is not None:
         return text
-    if _LISTED.fullmatch(text) and _OF_SEVERAL.search(text) and not _THOUSANDS.fullmatch(text):
+    parts = _WORD.split(text)
+    relations = len(parts) > 1 and all(re.search(r"[<>≤≥]", part) for part in parts)
+    listed = all(map(_LISTED.fullmatch, parts if relations else [text]))
+    if listed and _OF_SEVERAL.search(text) and not _THOUSANDS.fullmatch(text):
         text = re.sub(r"[<>!]=", lambda found: _RELATIONS[found[0]], text)
         return re.sub(r"\{(.*)\}", r"\\{\1\\}", text) if text.startswith("{") and text.endswith("}") else text
     value = _ASSIGNED.sub("", text, count=1) if _ASSIGNED.match(text) else text

@@ -427,16 +427,16 @@ class Math(VerifierOptions):
     r"""Right when math-verify finds the reply's last `\boxed{…}`, or without a box its last expression, in LaTeX or
     plain text, equal to the answer: a number, or one expression in LaTeX or as programs write it (`pi/2`, `sqrt(3)`,
     `x**2`). Words, sequences of capital letters (`BCA`), several lines, sets with a condition and answers that begin
-    with a relation are compared as they are written; a reply without a box may end with such letters, a choice, a word,
+    with a relation are compared as they are written; a reply without a box may end with such letters, a choice, words,
     several numbers (`5 and 6`) or a ratio (`3 to 2`). Congruences are equal where residue and modulus are. Of two
     choices the letters count (`(D) 12`), of one its letter or its text. A capital letter is the small one, unless the
     answer or the reply has both, as `R - r` has; two or three small letters are a product, `ab` is `ba`, and `i` is the
     imaginary unit where it is the only letter. A whole number is compared exactly, others to six decimals, or of an
     answer below 1 to six significant digits. `5!` is a factorial, except at the end of a sentence. A per cent sign may
     be missing: `12.5\%` equals 12.5 and 0.125. A unit or a currency may be missing; lengths, areas, volumes, times,
-    masses in grams, speeds and degrees Celsius or Fahrenheit are compared with their units, others without. Needs the
-    `math` extra. A comparison that takes more than 5 seconds of processor time, or fails, is wrong and counted as
-    `unjudged`. It has the common options only."""
+    masses, speeds, temperatures, money in dollars and cents and the usual units of physics are compared with their
+    units, others without; `5 up` is not `5 down`. Needs the `math` extra. A comparison that takes more than 5 seconds
+    of processor time, or fails, is wrong and counted as `unjudged`. It has the common options only."""
 
     name: Literal["math"] = "math"
     _pool: VerifierPool = PrivateAttr(default_factory=lambda: VerifierPool("math"))
