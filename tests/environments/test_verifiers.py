@@ -73,6 +73,9 @@ def test_exact() -> None:
         ("\N{HANGUL SYLLABLE GAG}", "\u1100\u1161\u11a8", 1),
         ("\N{LATIN SMALL LIGATURE FI}", "fi", 0),
         ("paris", "Paris", 0),
+        ("X\N{NON-BREAKING HYPHEN}ray", "X-ray", 1),
+        ("X-ray", "X\N{HYPHEN}ray", 1),
+        ("X\N{EN DASH}ray", "X-ray", 0),
     ],
 )
 @pytest.mark.parametrize("verifier", ["exact", "regex"])

@@ -1,10 +1,10 @@
 """Texts compared as a person compares them: by the characters that are visible.
 
 Two texts are equal when their visible forms (:func:`visible`) are: composed and decomposed letters are the same
-(Unicode NFC), any run of white space, also no-break, thin and ideographic spaces and line ends, is one space, and
-characters without a shape are left out. Nothing else is changed: letter case, punctuation and full-width forms count.
-An answer that is a JSON number has no spelling: a reply is equal to it when it is a number of the same value (12.0 and
-"12").
+(Unicode NFC), any run of white space, also no-break, thin and ideographic spaces and line ends, is one space, the
+hyphens of Unicode are that of ASCII, and characters without a shape are left out. Nothing else is changed: letter case,
+punctuation and full-width forms count. An answer that is a JSON number has no spelling: a reply is equal to it when it
+is a number of the same value (12.0 and "12").
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ SHAPELESS = dict.fromkeys(
 """Soft hyphen, zero-width spaces and joins without a meaning, marks of the writing direction: a table for ``translate``
 that deletes them. The joiners U+200C and U+200D stay: they change letters and emoji."""
 
+HYPHENS = "\N{HYPHEN}\N{NON-BREAKING HYPHEN}"
+"""Characters that look like the hyphen of ASCII."""
+_SEEN = {**SHAPELESS, **dict.fromkeys(map(ord, HYPHENS), "-")}
+
 
 def visible(text: str) -> str:
     """The text as a reader sees it, without surrounding white space."""
-    return " ".join(composed(text.translate(SHAPELESS)).split())
+    return " ".join(composed(text.translate(_SEEN)).split())
 
 
 def composed(text: str) -> str:
@@ -54,9 +58,9 @@ def folded(text: str) -> str:
 
 
 def spaced(text: str) -> str:
-    """The text composed (NFC), without shapeless characters, every horizontal space as a plain one. Line ends stay: for
-    patterns, which may speak of lines."""
-    chars = composed(text.translate(SHAPELESS))
+    """The text composed (NFC), without shapeless characters, every horizontal space and every hyphen as a plain one.
+    Line ends stay: for patterns, which may speak of lines."""
+    chars = composed(text.translate(_SEEN))
     return "".join(" " if ord(char) > 0x7F and unicodedata.category(char) == "Zs" else char for char in chars)
 
 

@@ -39,7 +39,7 @@ from rookery.environments.verifiers.numbers import numbers, plain_number
 from rookery.environments.verifiers.parts import ReplyPart
 from rookery.environments.verifiers.pool import VerifierError, VerifierPool, VerifierTimeout
 from rookery.environments.verifiers.running_graders import GraderTools, PythonGrader, check_source
-from rookery.environments.verifiers.texts import decimal_of, described, folded, spaced, text_or_number, visible
+from rookery.environments.verifiers.texts import HYPHENS, decimal_of, described, folded, spaced, text_or_number, visible
 from rookery.errors import UserError, installs
 from rookery.protocol import BestConstant
 from rookery.spec.values import Rounded, unique_fields
@@ -179,8 +179,9 @@ class VerifierOptions(AnyVerifier):
 
 class Exact(VerifierOptions):
     """Right when the reply reads as the answer: an answer that is a text as the same characters, where composed and
-    decomposed letters are the same, any white space is one space, and surrounding white space and characters without a
-    shape do not count; an answer that is a number as a number of the same value. Any other answer is refused."""
+    decomposed letters are the same, any white space is one space, any hyphen is the plain one, and surrounding white
+    space and characters without a shape do not count; an answer that is a number as a number of the same value. Any
+    other answer is refused."""
 
     name: Literal["exact"] = "exact"
     ignore_case: bool = False
@@ -253,7 +254,8 @@ class Number(VerifierOptions):
 @lru_cache(maxsize=128)
 def _compile(pattern: str) -> regex.Pattern[str]:
     """The pattern, written as the replies are read: one with a no-break space would match nothing."""
-    return regex.compile(_LITERAL_BRACE.sub(lambda found: found[1] or r"\{", spaced(pattern)))
+    written = spaced(re.sub(f"[{HYPHENS}]", r"\\-", pattern))  # within brackets a plain one makes a range
+    return regex.compile(_LITERAL_BRACE.sub(lambda found: found[1] or r"\{", written))
 
 
 class Regex(VerifierOptions):
