@@ -26,7 +26,7 @@ from rookery.spec import values
 from rookery.spec.job import AGENT
 from rookery.storage.repositories.versions import (
     EVALUATIONS_AT_ONCE,
-    add_evaluation,
+    add_counted_evaluation,
     first_evaluation,
     trim_evaluations,
 )
@@ -71,28 +71,29 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
         results = [run.result() for run in runs]
         mean, stderr = summarise(results)
         failed = [result.error for result in results if result.error]
-        progress.counters.update(progress.of_policy(policy.name, {"evaluation_failures": len(failed)}))
+        counted = progress.of_policy(policy.name, {"evaluation_failures": len(failed)})
         whose = job.whose(policy)
         if math.isnan(mean):
             text = f"{whose}version {version}: all {count_of(len(results), 'held-out episode')} failed: {failed[0]}"
+            progress.counters.update(counted)
             await progress.add_event("evaluation", text)
             return
         answered = len(results) - len(failed)
-        await store.write(
-            add_evaluation,
-            policy=policy.versions.row.id,
-            version=version,
-            prompts=answered,
-            mean=mean,
-            stderr=0.0 if math.isnan(stderr) else stderr,  # the table holds no NaN
-            results={
+        figures: dict[str, Any] = {
+            "policy": policy.versions.row.id,
+            "version": version,
+            "prompts": answered,
+            "mean": mean,
+            "stderr": 0.0 if math.isnan(stderr) else stderr,  # the table holds no NaN
+            "results": {
                 "split": "eval",
                 "seed": evaluation.seed,
                 "held_out": msgspec.to_builtins(results),
                 "constant": msgspec.to_builtins(constant),
             },
-            created=job.controller.clock.time(),
-        )
+            "created": job.controller.clock.time(),
+        }
+        await progress.count(counted, lambda counters: store.write(add_counted_evaluation, counters, **figures))
         keep = job.controller.settings.server.trajectory_keep
         while await store.write(trim_evaluations, job.row.id, keep) == EVALUATIONS_AT_ONCE:
             pass  # writes of others come between

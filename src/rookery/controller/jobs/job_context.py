@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rookery import protocol
 from rookery.clock import Clock
@@ -29,6 +29,8 @@ from rookery.storage.repositories import jobs, tenants
 from rookery.storage.repositories.versions import steps
 from rookery.storage.store import Store
 from rookery.tokenization.chat import Chat
+
+T = TypeVar("T")
 
 RATE_SECONDS = 30.0
 """Window of the shown tokens per second: long enough to span a training step."""
@@ -104,6 +106,18 @@ class Progress:
         try:
             await self._store.write(function, *values, **named, counters=dict(self.counters))
         except Exception:
+            self.unstored = True
+            raise
+
+    async def count(self, counts: Mapping[str, int], write: Callable[[dict[str, int]], Awaitable[T]]) -> T:
+        """The result of ``write(counters)``: a transaction of an event that ``counts`` count, which stores the job's
+        counters with them. They count from its submission on, since later transactions store them again; where it
+        fails they do not count."""
+        self.counters.update(counts)
+        try:
+            return await write(dict(self.counters))
+        except Exception:
+            self.counters.subtract(counts)
             self.unstored = True
             raise
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,8 +29,9 @@ from rookery.controller.training.policy_run import PolicyRun
 from rookery.controller.training.policy_versions import CommitVersion
 from rookery.errors import count_of
 from rookery.scheduling.job_rules import admission_budget
+from rookery.storage.models import VersionRow
 from rookery.storage.repositories import jobs
-from rookery.storage.repositories.versions import JobCommit, commit_step, save_step, unnamed
+from rookery.storage.repositories.versions import JobCommit, NextVersion, commit_step, save_step, unnamed
 
 log = logging.getLogger("rookery.controller.jobs.job")
 
@@ -55,13 +55,18 @@ def commit_of(
 ) -> CommitVersion:
     """The transaction that commits a version of a policy, with the groups that its steps consumed and the row of
     ``metrics`` of each of these steps, and adds ``counted`` to the job's counters."""
-    counters = Counter(job.progress.counters)
-    counters.update(counted or {})
-    of = JobCommit(
-        job=job.row.id, groups=groups, metrics=metrics, rng=rng, counters=dict(counters),
-        job_step=job.committed_steps + len(metrics) if job.spec.several_trained else None,
-    )  # fmt: skip
-    return lambda version: job.controller.store.write(commit_step, version, of)
+    job_step = job.committed_steps + len(metrics) if job.spec.several_trained else None
+
+    async def write(version: NextVersion) -> VersionRow:
+        def commit(counters: dict[str, int]) -> Awaitable[VersionRow]:
+            of = JobCommit(
+                job=job.row.id, groups=groups, metrics=metrics, rng=rng, counters=counters, job_step=job_step
+            )
+            return job.controller.store.write(commit_step, version, of)
+
+        return await job.progress.count(counted or {}, commit)
+
+    return write
 
 
 async def prepare(job: JobContext, policy: JobPolicy, run: PolicyRun, rng: dict[str, Any]) -> None:
@@ -273,7 +278,6 @@ class PolicyLoop:
             rows = [step.metrics for step in steps]
             write = commit_of(self._job, self._rng(), [group.id for group in groups], rows, counted)
             await self._run.commit(write, manifest)
-            progress.counters.update(counted)  # not earlier: a commit that fails, or a crash, takes the steps back
             progress.committed += len(steps)
         seconds = self._controller.clock.monotonic() - began
         for step in steps:  # each has its share of the one commit

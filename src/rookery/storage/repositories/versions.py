@@ -320,6 +320,13 @@ def add_evaluation(
     return row
 
 
+def add_counted_evaluation(connection: Connection, counters: Mapping[str, Any], **figures: Any) -> EvaluationRow:
+    """:func:`add_evaluation` with these ``figures``, and the ``counters`` of its job, which count its failures."""
+    row = add_evaluation(connection, **figures)
+    connection.execute(_CHANGE_JOB, {"job": row.job, "counters": dict(counters)})
+    return row
+
+
 _EVALUATIONS = EvaluationRow.__table__
 _BRIEF = JsonPart(("split", "seed", "loss", "accuracy", "constant"))
 _RESULTS = type_coerce(_EVALUATIONS.c.results, _BRIEF).label("results")
