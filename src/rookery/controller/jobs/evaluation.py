@@ -17,7 +17,7 @@ import msgspec
 
 from rookery.aio import TaskGroup
 from rookery.controller.jobs.episode import Episode, EpisodeFailed
-from rookery.controller.jobs.job_context import JobContext, JobPolicy
+from rookery.controller.jobs.job_context import HeldOut, JobContext, JobPolicy
 from rookery.controller.jobs.trajectory import derive_seed
 from rookery.controller.rollout.request import GenerationFailed
 from rookery.errors import count_of, short
@@ -111,14 +111,22 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
         await progress.add_event("evaluation", text)
 
 
-async def held_out_prompts(job: JobContext) -> tuple[list[bytes], BestConstant | None]:
-    """The same prompts at every call: those of the job's first evaluation, if there was one; and the fixed reply that
-    earns most on them."""
-    evaluation = job.spec.evaluation
+async def held_out_prompts(job: JobContext) -> HeldOut:
+    """The same prompts at every call: those of the job's first evaluation, or those that were asked for first while
+    none is stored, since an endless split may give others each time; and the fixed reply that earns most on them."""
     first = await job.controller.store.read(first_evaluation, job.row.tenant, job.row.id)
     if first is not None:
+        job.progress.held_out = None
         constant = msgspec.convert(first.results.get("constant"), BestConstant | None)
         return [values.encode(result["prompt"]) for result in first.results["held_out"]], constant
+    if job.progress.held_out is None:
+        job.progress.held_out = asyncio.create_task(_ask_held_out(job))
+    return await job.progress.held_out
+
+
+async def _ask_held_out(job: JobContext) -> HeldOut:
+    """The prompts that the environment gives now, and the fixed reply that earns most on them."""
+    evaluation = job.spec.evaluation
     hosts, count = job.controller.rooms.hosts, evaluation.prompts
     answer = await hosts.split(job.environment, "eval", 0, count, seed=evaluation.seed, shuffle=False)
     if answer.note:

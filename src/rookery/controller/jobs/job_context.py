@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from rookery import protocol
 from rookery.clock import Clock
@@ -31,6 +31,9 @@ from rookery.storage.store import Store
 from rookery.tokenization.chat import Chat
 
 T = TypeVar("T")
+
+HeldOut: TypeAlias = tuple[list[bytes], protocol.BestConstant | None]
+"""Held-out prompts, and the fixed reply that earns most on them where one is known."""
 
 RATE_SECONDS = 30.0
 """Window of the shown tokens per second: long enough to span a training step."""
@@ -84,6 +87,8 @@ class Progress:
         self._spec = spec
         self.unstored = False
         """A transaction failed: the counters may count work that is not stored."""
+        self.held_out: asyncio.Task[HeldOut] | None = None
+        """The held-out prompts, while no evaluation has stored them."""
         self.committed = 0
         """The number of the last committed optimizer step, of any policy."""
         self.committing = asyncio.Lock()
