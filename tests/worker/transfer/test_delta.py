@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -107,6 +108,14 @@ def test_damaged_difference_is_refused_or_gives_another_file(tmp_path: Path, see
         except BadDelta as error:
             assert "\n" not in str(error)
         assert not (tmp_path / "made").exists() or (tmp_path / "made").stat().st_size == len(base)
+
+
+def test_a_difference_to_an_empty_file_is_refused(tmp_path: Path) -> None:
+    """No worker writes one, but a source may send any bytes."""
+    for name, content in (("base", b""), ("delta", struct.pack("<4sBQ", b"RKD1", 2, 0))):
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadDelta, match="it is none for a file of 0 bytes"):
+        apply_delta(tmp_path / "base", tmp_path / "delta", tmp_path / "made")
 
 
 # --- over sockets -----------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def apply_delta(base: Path, delta: Path, new: Path, block_words: int = BLOCK_WOR
         if len(head) < _HEADER.size:
             raise BadDelta("it has no header")
         magic, width, of = _HEADER.unpack(head)
-        if magic != _MAGIC or width not in _TYPES or of != size or size % 4:
+        if magic != _MAGIC or width not in _TYPES or of != size or size % 4 or not size:
             raise BadDelta(f"it is none for a file of {size} bytes")
         shutil.copyfile(base, new)
         with new.open("r+b") as target:
