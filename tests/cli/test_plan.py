@@ -68,6 +68,22 @@ def test_plan_prints_roles_and_writes_a_file_that_the_service_reads(
     assert sum(worker["episodes"] for worker in report["workers"]) == pytest.approx(16)
 
 
+@pytest.mark.parametrize(
+    ("context", "exit_code", "says"), [(2048, 0, "simulated_seconds"), (70, 2, "be simulated: job")]
+)
+def test_a_plan_is_simulated_with_the_context_of_the_machines_that_generate(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], context: int, exit_code: int, says: str
+) -> None:
+    """One that only trains may have a shorter one. A prompt that leaves no room for a reply ends it in one line."""
+    there = [machine("trainer", context=40), machine("generator", context=context, preemptible=True)]
+    (path := tmp_path / "fleet.yaml").write_text(
+        json.dumps(FleetSpec(machines=there).model_dump(mode="json", exclude_none=True))
+    )
+    assert code(["plan", "--workers", str(path), "--jobs", files[1], "--simulate", "--json"]) == exit_code
+    found = capsys.readouterr()
+    assert says in found.out + found.err and "Traceback" not in found.err
+
+
 def test_plan_refuses_what_it_cannot_plan_in_one_line(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rookery.controller.controller import Controller
 from rookery.controller.options import ControllerOptions
+from rookery.controller.views import JobView
+from rookery.errors import UserError
 from rookery.folders import temporary_folder
 from rookery.scheduling.plan.predict import PLAYS, Device, Role, devices_of, role_of
 from rookery.simulation.clock import run
@@ -18,6 +21,7 @@ from rookery.simulation.fakes.service import MEMORY, SimulatedService, modelled_
 from rookery.simulation.fakes.text import LongTailed
 from rookery.simulation.fakes.worker import FakeWorker
 from rookery.spec.fleet import JobDemand, Plan
+from rookery.storage.models import FINAL_JOB_STATES
 
 ENVIRONMENT = "planned"
 
@@ -30,7 +34,8 @@ WARM_UP = 3
 
 def simulate_plan(plan: Plan, *, steps: int = 6, seed: int = 0) -> float:
     """Simulated seconds of a round, in which every policy does one optimizer step: the mean over the rounds after
-    :data:`WARM_UP` of one run, of the slowest policy. All jobs have the reply lengths of the first one."""
+    :data:`WARM_UP` of one run, of the slowest policy. All jobs have the reply lengths of the first one. Raises
+    :class:`UserError` where a job fails."""
     with temporary_folder(at=MEMORY) as folder:
         return run(_play(plan, steps, seed, Path(folder)))
 
@@ -48,17 +53,27 @@ async def _play(plan: Plan, steps: int, seed: int, folder: Path) -> float:
     roles = [role_of(worker.roles) for worker in plan.workers]
     times: list[list[float]] = []
     async with planned_service(folder, started, plan.jobs, roles, steps, seed, plan) as service:
-        queries = service.site.controller.queries
-        await asyncio.gather(*(queries.wait(tenant, job) for tenant, job in service.jobs))
-        for tenant, job in service.jobs:
-            view = await queries.show(tenant, job)
+        controller = service.site.controller
+        views = await asyncio.gather(*(_ended(controller, tenant, job) for tenant, job in service.jobs))
+        for (tenant, job), view in zip(service.jobs, views, strict=True):
             if view.state != "completed":
-                raise RuntimeError(f"job {view.name} is {view.state}: {view.reason}")
+                raise UserError(f"the plan cannot be simulated: job {view.name} is {view.state}: {view.reason}")
             of: defaultdict[str, list[float]] = defaultdict(list)
-            for row in await queries.metrics(tenant, job):
+            for row in await controller.queries.metrics(tenant, job):
                 of[row.get("policy", "")].append(row["time"])
             times.extend(of.values())
     return max((of[-1] - of[WARM_UP - 1]) / steps for of in times)
+
+
+async def _ended(controller: Controller, tenant: str, job: str) -> JobView:
+    """The job when it has ended, or is paused for a fault: here nobody mends it."""
+    signal = controller.jobs.signal(job)
+    while True:
+        change = signal.next
+        view = await controller.queries.show(tenant, job)
+        if view.state in FINAL_JOB_STATES or view.paused_by == "fault":
+            return view
+        await change.wait()
 
 
 @dataclass(frozen=True)
@@ -93,7 +108,7 @@ async def planned_service(
     site = SimulatedService(
         folder,
         LongTailed(first.median_tokens, first.sigma),
-        context=min(device.machine.context for device in devices),
+        context=min(d.machine.context for d, role in zip(devices, roles, strict=True) if "rollout" in PLAYS[role]),
         seed=seed,
         tenants=tenants,
         settings={"flush_seconds": FLUSH_SECONDS},
