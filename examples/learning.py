@@ -178,9 +178,12 @@ def learned(job: Job, seconds: float) -> Learned:
     )
 
 
-def train(jobs: Jobs, folder: Path, after: After | None = None) -> tuple[dict[str, Learned], dict[str, Any]]:
+def train(
+    jobs: Jobs, folder: Path, after: After | None = None, first: Jobs | None = None
+) -> tuple[dict[str, Learned], dict[str, Any]]:
     """Run jobs, an environment and further fields by name, at the same time on a service for them alone. ``after``
-    is called while the service still serves their policies; its result is returned, too."""
+    is called while the service still serves their policies; its result is returned, too. Jobs of ``first`` end before
+    the others are submitted, which may start from their weights; the seconds of those count from the start of all."""
     from rookery.server.launcher import EmbeddedService
 
     settings = Settings.alone(data=folder / "service", port=0, models=MODEL)
@@ -189,28 +192,36 @@ def train(jobs: Jobs, folder: Path, after: After | None = None) -> tuple[dict[st
         service = stack.enter_context(EmbeddedService(settings))
         client = stack.enter_context(Client(service.url, service.key))
         print(f"The page of this run: {client.sign_in_link()}", flush=True)
-        running = {
-            name: client.train(name=name, base_model=MODEL, environment=environment, **fields)
-            for name, (environment, fields) in jobs.items()
-        }
-        ended: dict[str, float] = {}
-        shown = began
-        while len(ended) < len(running):
-            time.sleep(1.0)
-            views = {name: job.show() for name, job in running.items() if name not in ended}
-            for name, view in views.items():
-                if view.state not in ("queued", "running"):
-                    ended[name] = time.monotonic() - began
-                    print(f"{name}: {view.state} after {ended[name]:.0f} s: {view.reason}", flush=True)
-            if time.monotonic() - shown > SHOWN_SECONDS:
-                shown = time.monotonic()
-                line = ", ".join(f"{name} step {view.step}" for name, view in views.items())
-                print(f"{shown - began:.0f} s: {line}", flush=True)
-        for name, job in running.items():
-            if (view := job.show()).state != "completed":
-                raise RookeryError(f"{name}: {view.state}: {view.reason}")
-        more = after(client, running) if after is not None else {}
-        return {name: learned(job, ended[name]) for name, job in running.items()}, more
+        if first:
+            completed(client, first, began)
+        ended = completed(client, jobs, began)
+        more = after(client, {name: job for name, (job, _) in ended.items()}) if after is not None else {}
+        return {name: learned(job, seconds) for name, (job, seconds) in ended.items()}, more
+
+
+def completed(client: Client, jobs: Jobs, began: float) -> dict[str, tuple[Job, float]]:
+    """Run jobs at the same time to their end; each with the seconds from ``began`` to its end."""
+    running = {
+        name: client.train(name=name, base_model=MODEL, environment=environment, **fields)
+        for name, (environment, fields) in jobs.items()
+    }
+    ended: dict[str, float] = {}
+    shown = began
+    while len(ended) < len(running):
+        time.sleep(1.0)
+        views = {name: job.show() for name, job in running.items() if name not in ended}
+        for name, view in views.items():
+            if view.state not in ("queued", "running"):
+                ended[name] = time.monotonic() - began
+                print(f"{name}: {view.state} after {ended[name]:.0f} s: {view.reason}", flush=True)
+        if time.monotonic() - shown > SHOWN_SECONDS:
+            shown = time.monotonic()
+            line = ", ".join(f"{name} step {view.step}" for name, view in views.items())
+            print(f"{shown - began:.0f} s: {line}", flush=True)
+    for name, job in running.items():
+        if (view := job.show()).state != "completed":
+            raise RookeryError(f"{name}: {view.state}: {view.reason}")
+    return {name: (job, ended[name]) for name, job in running.items()}
 
 
 def options(about: str | None, steps: int, of: str) -> argparse.ArgumentParser:
@@ -228,12 +239,13 @@ def learn(
     report: Callable[[Path, dict[str, Learned], dict[str, Any]], bool],
     after: After | None = None,
     charts: str = "chart: {folder}/curves.svg",
+    first: Jobs | None = None,
 ) -> int:
     """Train a task and report it; returns the exit code. ``report`` prints and writes everything, and tells whether the
-    policies learned."""
+    policies learned. ``first`` as in :func:`train`."""
     place = output_folder(task, folder)
     try:
-        runs, facts = train(jobs, place, after)
+        runs, facts = train(jobs, place, after, first)
     except RookeryError as error:
         print(error)
         return 1

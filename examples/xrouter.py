@@ -2,7 +2,8 @@
 
 Each job trains one router with the built-in ``xrouter`` environment (arXiv 2510.08439). The optimum is known from the
 table of the models, and so is the best router that always calls the same model. The questions show no difficulty; the
-operation gives it away.
+operation gives it away. All routers start from one adapter that was fine-tuned on the form of a call, with each model
+called equally often for each kind of question.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from rookery.examples.learning import Learned
 
 WEIGHTS = (0.0, 0.5, 2.0, 5.0)
 """Weights of the cost, λ."""
-HELD_OUT = 24
-STEPS = 40
+HELD_OUT = 48
+GROUPS = 12
+"""Groups of a step, four of each difficulty."""
+STEPS = 32
 MAX_TOKENS = 6
+SYSTEM, INSTRUCTION = "Route", "{question} ="
 
 MODELS: dict[str, dict[str, Any]] = {
     "low": {"price": 0.02, "accuracy": [0.95, 0.05, 0.05]},
@@ -34,16 +38,49 @@ MODELS: dict[str, dict[str, Any]] = {
 """Each difficulty has another model that is the cheapest good one. No model is good enough on average to be
 preferred before the router tells the difficulties apart; that is how routers of other tables ended as constants."""
 
-EXAMPLES = (("12 - 3 =", "call_mid()"), ("8 - 5 =", "call_low()"), ("30 - 7 =", "call_top()"))
-"""One call of each model, to show the form."""
+FORM = "form"
+"""The job that teaches the form of a call. Without it a router finds the form by its reward, and with it the model of
+its first right calls, mostly the one that is right most often: it calls that one for every question from then on, and
+groups with one model alone have nothing to compare."""
+FORM_STEPS, FORM_ROWS = 16, 18
+"""Each row has another question; each step has each kind of question with each model twice."""
+KL_WEIGHT = 0.25
+"""Holds the shares of the models near the equal ones of the start until the router tells the difficulties apart: what
+is good on average for all of them is learned first, and with less the shares of the others are gone by then."""
 
 
 def environment(weight: float) -> dict[str, Any]:
     return {
         "id": "xrouter", "models": MODELS, "answer": "last", "turns": 1, "cost_weight": weight, "cost_cap": 1.0,
-        "prompts": 480, "eval_prompts": HELD_OUT,
-        "system": "Route", "instruction": "{question} =", "examples": [list(example) for example in EXAMPLES],
+        "prompts": 480, "eval_prompts": HELD_OUT, "system": SYSTEM, "instruction": INSTRUCTION,
     }  # fmt: skip
+
+
+def form_rows() -> list[dict[str, Any]]:
+    """Training questions with a call of a model that does not depend on them: in nine questions in a row, each
+    difficulty has each model once."""
+    questions = list(XRouter(options(0.0)).prompts("train"))[: FORM_STEPS * FORM_ROWS]
+    return [
+        {
+            "messages": [
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": INSTRUCTION.replace("{question}", question["question"])},
+                {"role": "assistant", "content": f"call_{[*MODELS][number // len(DIFFICULTIES) % len(MODELS)]}()"},
+            ]
+        }
+        for number, question in enumerate(questions)
+    ]
+
+
+def form() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The environment and the fields of the job that teaches the form."""
+    fields = {
+        "policies": {"main": {"rank": 16, "optimizer": {"lr": 5.0e-4}}},
+        "algorithm": {"name": "sft", "batch_size": FORM_ROWS},
+        "shuffle": False,
+        "stop": {"steps": FORM_STEPS},
+    }
+    return {"id": "demonstrations", "rows": form_rows()}, fields
 
 
 def options(weight: float) -> XRouterOptions:
@@ -55,13 +92,15 @@ def options(weight: float) -> XRouterOptions:
 def job(steps: int) -> dict[str, Any]:
     """The job's fields except name and environment."""
     return {
-        "policies": {"main": {"rank": 16, "optimizer": {"lr": 2.0e-4}}},
-        "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 6, "max_staleness": 1},
+        "policies": {"main": {"rank": 16, "optimizer": {"lr": 2.0e-4}, "warm_start": {"job": FORM}}},
+        "algorithm": {
+            "name": "grpo", "group_size": 8, "groups_per_step": GROUPS, "max_staleness": 1, "kl_weight": KL_WEIGHT,
+        },
         "sampling": {"temperature": 1.0, "max_tokens": MAX_TOKENS},
-        "shuffle": False,  # each step has two questions of each difficulty
+        "shuffle": False,  # each step has as many questions of each difficulty
         "evaluation": {"prompts": HELD_OUT},
         "stop": {"steps": steps},
-    }
+    }  # fmt: skip
 
 
 def yardsticks(weight: float, prompts: Sequence[Any]) -> dict[str, float]:
@@ -121,6 +160,7 @@ def main() -> int:
     return learning.learn(
         "xrouter", given.folder, jobs, lambda folder, runs, facts: report(folder, given.weights, runs, facts),
         changed_pools if "xrouter-2" in jobs else None, "charts: {folder}/pareto.svg and {folder}/curves.svg",
+        {FORM: form()},
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import xml.etree.ElementTree
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from benchmarks.lib.harness import ResultFolders
 import rookery
 from rookery.client import Record
 from rookery.environments.builtins import find
-from rookery.environments.xrouter import XRouter
+from rookery.environments.xrouter import DIFFICULTIES, XRouter
 from rookery.examples import learning, memory_controller, solver_verifier, word_game, xrouter
 from rookery.examples.charts import Line, line_chart, ticks
 from rookery.examples.learning import Learned, Point, play
@@ -179,6 +180,22 @@ def test_yardsticks_leave_room_for_a_router_where_the_cost_counts() -> None:
         assert known["optimum"] >= known["best constant"] >= known["random"]
     known = xrouter.yardsticks(2.0, prompts)
     assert 0.9 * known["optimum"] > max(known["best constant"], known["best threshold"])
+
+
+def test_the_form_of_a_call_is_taught_with_every_model_alike() -> None:
+    environment, fields = xrouter.form()
+    job = parse_job({"name": xrouter.FORM, "base_model": learning.MODEL, "environment": environment, **fields})
+    size = job.algorithm.batch_size
+    assert size is not None and job.stop.steps is not None and len(environment["rows"]) == size * job.stop.steps
+    router = XRouter(xrouter.options(2.0))
+    asked = {prompt["question"]: prompt for prompt in router.prompts("train")}
+    taught = Counter[tuple[int, str, str]]()
+    for number, row in enumerate(environment["rows"]):
+        *opened, reply = row["messages"]
+        prompt = asked.pop(opened[-1]["content"].removesuffix(" ="))  # a training question, once
+        assert opened == router.for_episode().reset(prompt, 0), "the router reads the same"
+        taught[number // size, prompt["difficulty"], reply["content"]] += 1
+    assert len(taught) == job.stop.steps * len(DIFFICULTIES) * len(xrouter.MODELS) and {*taught.values()} == {2}
 
 
 # --- memory controller ----------------------------------------------------------------------------------------------
