@@ -69,6 +69,8 @@ class ManualClock:
         self.now = 1_000_000.0
         self.ahead = 0.0
         """Seconds by which somebody set the wall clock ahead; negative if back."""
+        self.act: Callable[[], Awaitable[None]] = settle
+        """Returns when everybody who can act has done so; not those who wait for a call in a thread."""
         self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
 
     def time(self) -> float:
@@ -91,11 +93,11 @@ class ManualClock:
             for future in due:
                 if not future.done():
                     future.set_result(None)
-            await settle()
+            await self.act()
 
 
 async def settle(rounds: int = 20) -> None:
-    """Let everybody who can act do so; not for what goes through the writer's thread."""
+    """Let everybody who can act do so; not those who wait for a call in a thread."""
     for _ in range(rounds):
         await asyncio.sleep(0)
 
@@ -453,12 +455,25 @@ class MortalWriter:
     def __init__(self, calls_left: int | None = None, after: bool = True, writer: Any = None) -> None:
         self._writer = writer or StorageWriter()
         self.calls = self.done = 0
+        self.under_way = 0
+        """Calls that were submitted and are not answered yet."""
         self.calls_left = calls_left
         self.after = after
         """Whether the last call is still carried out."""
         self.died = asyncio.Event()
 
     async def __call__(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        self.under_way += 1
+        try:
+            return await self._run(call, *arguments, **named)
+        finally:
+            self.under_way -= 1
+
+    async def behind(self) -> None:
+        """Return when the calls that are under way have run. This one counts for nothing."""
+        await self._writer(lambda: None)
+
+    async def _run(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if self.died.is_set():
             raise Crash
         self.calls += 1
@@ -482,6 +497,10 @@ class MortalWriter:
 ENDS = ("completed", "failed", "cancelled", "paused")
 """States of a job that has ended or is paused."""
 
+CHAIN = 8
+"""Calls of the writer that follow each other, each when the one before is answered, for which a step of the clock
+waits. What a job does for ever has no last one."""
+
 IDLE_TURNS = 200
 """Turns of the event loop after which a job is looked at, also where nothing was written."""
 
@@ -495,6 +514,8 @@ class Service:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.clock = clock or ManualClock()
+        if isinstance(self.clock, ManualClock):
+            self.clock.act = self._act
         self.make_writer = writer
         # tests crash the service again and again
         usual = {"worker_wait_seconds": 30.0, "reconnect_seconds": 0.0, "start_crashes": 1000}
@@ -601,6 +622,16 @@ class Service:
                     done = self.writer.done
                 idle = not await self._written(done)
 
+    async def _act(self) -> None:
+        """Everybody acts, also those who wait for a call of the writer's thread: what they do in a step of the clock
+        does not depend on how quick that is."""
+        await settle()
+        for _ in range(CHAIN):
+            if not self.writer.under_way or self.writer.died.is_set():
+                return
+            await self.writer.behind()
+            await settle()
+
     async def _written(self, done: int) -> bool:
         """Everybody acts, until the writer, which had done so many calls, has done another one; False if it does
         none for many turns."""
@@ -611,13 +642,10 @@ class Service:
         return False
 
     async def pass_until(self, holds: Callable[[], object]) -> None:
-        """Time passes, beat by beat, until something holds: what sleeps may begin to do so only after an answer of the
-        writer's thread, so that a fixed time would depend on the machine."""
+        """Time passes, beat by beat, until something holds."""
 
         async def beat() -> bool:
             await self.clock.advance(self.settings.worker.heartbeat_seconds, steps=1)
-            for _ in range(2):  # a sweep's second call is made when its first is answered
-                await self.writer(lambda: None)
             return bool(holds())
 
         await eventually(beat)

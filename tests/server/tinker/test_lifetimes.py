@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.support.driven import ADAM, Client, forward, join, restart
-from tests.support.peers import PATIENCE, ScriptedWorker, Service, eventually, settle
+from tests.support.peers import PATIENCE, ScriptedWorker, Service, eventually
 from tests.support.work import work_of
 
 from rookery import protocol
@@ -44,9 +44,6 @@ async def wait(service: Service, seconds: float) -> None:
     """Time passes, beat by beat; what is due is done in each."""
     for _ in range(int(seconds / service.settings.worker.heartbeat_seconds) + 1):
         await service.clock.advance(service.settings.worker.heartbeat_seconds, steps=1)
-        for _ in range(3):  # the writer has a thread of its own
-            await service.writer(lambda: None)
-            await settle()
 
 
 async def heads(client: Client) -> set[str]:
