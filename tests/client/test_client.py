@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import io
+import itertools
 import math
 import os
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tests.support.faces import MODEL, Reach, ThreadedWorker, adapter_files, job, served
@@ -63,7 +64,13 @@ PARTS: dict[str, Any] = {
 }
 
 
+def hosts() -> set[threading.Thread]:
+    """The threads of environment hosts in this process, also of other tests'."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("environment")}
+
+
 def test_user_environment_trains_a_job(client: Client, tmp_path: Path) -> None:
+    before = hosts()
     trained = client.train(base_model=MODEL, environment=Adder(), stop={"steps": 2}, **PARTS)
     assert trained.name == "adder"
     rows = list(trained.metrics())
@@ -79,7 +86,7 @@ def test_user_environment_trains_a_job(client: Client, tmp_path: Path) -> None:
     assert trained.sample("2 + 2 = ?", version=1, seed=2).version == 1
     assert trained.trajectories(limit=1)[0].reward in (0.0, 1.0)
     assert trained.evaluations() == [] and trained.events()
-    assert not any(thread.name.startswith("environment") for thread in threading.enumerate())
+    assert hosts() <= before
 
 
 def test_adapter_and_versions_are_by_default_of_the_first_policy_that_trains(client: Client, tmp_path: Path) -> None:
@@ -139,11 +146,12 @@ def test_an_object_that_is_no_environment_is_refused_with_a_remedy(client: Clien
 
 @pytest.mark.parametrize("name", [5, None, "", " ", "builtin:x", "x" * 201, "\ud800"])
 def test_names_that_no_host_can_offer_are_refused(client: Client, name: Any) -> None:
+    before = hosts()
     with pytest.raises(UserError, match=r"^name: given"):
         client.host(name, Adder)
     with pytest.raises(UserError, match="environment"):
         client.submit(job(environment={"hosted": name}))
-    assert not any(thread.name.startswith("environment") for thread in threading.enumerate())
+    assert hosts() <= before
 
 
 def test_a_dry_run_shows_every_default_and_can_be_submitted(client: Client) -> None:
@@ -170,14 +178,22 @@ def test_environment_can_be_served_again_for_a_job_whose_process_ended(
     assert client.job(left.id).wait(timeout=60).state == "completed"
 
 
-class SlowAdder(Adder):
+class HeldAdder(Adder):
+    """Its steps wait for :attr:`go`, but for those of a first training step."""
+
+    begun: ClassVar[Iterator[int]] = itertools.count(1)
+    go: ClassVar[threading.Event] = threading.Event()
+
     async def step(self, reply: rookery.Reply) -> rookery.Step:
-        await asyncio.sleep(0.2)
+        if next(self.begun) > PARTS["algorithm"]["group_size"] * PARTS["algorithm"]["groups_per_step"]:
+            while not self.go.is_set():  # noqa: ASYNC110  # another thread sets it
+                await asyncio.sleep(0.01)
         return await super().step(reply)
 
 
 def test_a_program_that_is_started_again_continues_its_job(service: EmbeddedService) -> None:
-    wanted: dict[str, Any] = {"base_model": MODEL, "environment": SlowAdder, "name": "again", **PARTS}
+    parts = {**PARTS, "algorithm": {**PARTS["algorithm"], "max_staleness": 0}}
+    wanted: dict[str, Any] = {"base_model": MODEL, "environment": HeldAdder, "name": "again", **parts}
     with Client(service.url, service.key) as first:
         begun = first.train(stop={"steps": 6}, **wanted)
         assert next(begun.metrics()).step == 1
@@ -192,6 +208,7 @@ def test_a_program_that_is_started_again_continues_its_job(service: EmbeddedServ
         with pytest.raises(Conflict, match=r"differs in base_model; give new=True"):
             second.train(stop={"steps": 6}, **{**wanted, "base_model": "qwen3-1.7b"})
         wanted["base_model"] = "Qwen/Qwen3-0.6B"  # the same model
+        HeldAdder.go.set()
         another = second.train(new=True, stop={"steps": 1}, **wanted)
         assert another.id != begun.id and another.wait(60).state == "completed"
         continued = second.train(stop={"steps": 6}, **wanted)
@@ -372,11 +389,12 @@ def test_pause_resume_cancel_and_wait(client: Client) -> None:
 
 
 def test_refused_submit_raises_one_line_and_hosts_nothing(client: Client) -> None:
+    before = hosts()
     with pytest.raises(RequestRefused) as caught:
         client.train(base_model=MODEL, environment=Adder(), stop={}, algorithm={"groupsize": 2})
     assert len(caught.value.problems) == 2 and "algorithm.groupsize" in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert not any(thread.name.startswith("environment") for thread in threading.enumerate())
+    assert hosts() <= before
     with pytest.raises(NotFound, match="no job"):
         client.job("nothing")
     with pytest.raises(NotFound):

@@ -95,7 +95,7 @@ def test_agent_of_a_lost_host_runs_again_if_deterministic(kind: type[Pausing], t
     ):
         with hosting(service.url, service.key, "first", kind()):
             job = client.submit({
-                "name": "lost", **JOB, "environment": {"hosted": "agent", "return_timeout": "2s"},
+                "name": "lost", **JOB, "environment": {"hosted": "agent", "return_timeout": "120s"},
                 "stop": {"steps": 1},
             })  # fmt: skip
             until(lambda: len(Pausing.called) == 4)

@@ -83,7 +83,35 @@ def slow(self):
     return step(self)
 NativeEngine.step = slow
 """
-"""A text of ``LONG`` tokens takes seconds, so that a test can act in its middle."""
+"""A text of ``LONG`` tokens takes seconds."""
+
+
+HELD = """
+import pathlib, time
+from rookery.worker.engine.native.engine import NativeEngine
+step, switch_adapter = NativeEngine.step, NativeEngine.switch_adapter
+def held(self):
+    if self.generated >= {tokens} and not pathlib.Path({go!r}).exists():
+        time.sleep(0.005)
+        return False
+    return step(self)
+def switched(self, request, *given, **more):
+    found = switch_adapter(self, request, *given, **more)
+    if found and request.startswith("switches"):
+        pathlib.Path({go!r}).touch()
+    return found
+NativeEngine.step, NativeEngine.switch_adapter = held, switched
+"""
+
+
+def held_at(tokens: int, go: Path) -> str:
+    """The engine samples about so many tokens in all and no more before the file ``go`` is there, or before the request
+    "switches" has changed its adapter: a test acts in the middle of texts that are longer."""
+    return HELD.format(tokens=tokens, go=str(go))
+
+
+SOME = 100
+"""Tokens of a text of ``LONG`` ones that is held in its middle."""
 
 
 SLOW_LOADING = """
@@ -386,8 +414,8 @@ def _files(service: Dialled, ref: protocol.AdapterRef) -> dict[str, bytes]:
     return {shard.name: service.artifacts.path(ref.hash, shard.name).read_bytes() for shard in shards}
 
 
-def test_killed_worker_loses_no_received_token(service: Dialled, start: Start) -> None:
-    first = start(before=SLOW)
+def test_killed_worker_loses_no_received_token(service: Dialled, start: Start, tmp_path: Path) -> None:
+    first = start(before=held_at(LONG + SOME, tmp_path / "never"))
     link, adapter, whole = begun(service)
     link.send(generate("cut", adapter))
     link.some("cut", 10)
@@ -405,8 +433,8 @@ def test_killed_worker_loses_no_received_token(service: Dialled, start: Start) -
     assert received.logprobs + rest.logprobs == whole.logprobs
 
 
-def test_lost_connection_loses_no_token(service: Dialled, start: Start) -> None:
-    worker = start(before=SLOW)
+def test_lost_connection_loses_no_token(service: Dialled, start: Start, tmp_path: Path) -> None:
+    worker = start(before=held_at(LONG + 3 * SOME, go := tmp_path / "go"))
     link, adapter, whole = begun(service)
     link.send(protocol.VersionCommitted(policy="p", lease=1, ref=adapter))
     cached = lambda: [link.hello.adapters, *(holding.hashes for holding in link.of(protocol.AdaptersCached))]  # noqa: E731
@@ -426,6 +454,7 @@ def test_lost_connection_loses_no_token(service: Dialled, start: Start) -> None:
         generate("claimed", adapter, prefix_tokens=given, assignment="second"),
         generate("moved on", adapter, prefix_tokens=elsewhere, max_tokens=20, assignment="second"),
     )
+    go.touch()
     rest = again.finished("claimed")
     assert rest.first == len(given)
     assert given + rest.tokens == whole.tokens
@@ -440,22 +469,22 @@ def test_lost_connection_loses_no_token(service: Dialled, start: Start) -> None:
     assert worker.poll() is None
 
 
-def test_running_request_switches_to_a_newer_version(service: Dialled, start: Start) -> None:
+def test_running_request_switches_to_a_newer_version(service: Dialled, start: Start, tmp_path: Path) -> None:
     """With its cache computed again; that a kept one changes the text is the engine's test."""
-    start(before=SLOW)
+    start(before=held_at(SOME, tmp_path / "go"))
     link = service.connection(0)
     old = make_policy(service, link, "p")
     ticket = service.tickets.upload()
     link.send(forward("a", old, batch(service)), optim("b", old, upload=ticket))
     new = service.ref(link.done("b").manifest, 1, "p")
     assert service.collect(ticket).hash == new.hash
-    link.send(generate("r", old))
-    link.some("r", 10)
+    link.send(generate("switches", old))
+    link.some("switches", 10)
     link.send(
-        protocol.SwitchAdapter(request="r", adapter=new, recompute=True),
+        protocol.SwitchAdapter(request="switches", adapter=new, recompute=True),
         protocol.SwitchAdapter(request="unknown", adapter=new),
     )
-    stream = link.finished("r")
+    stream = link.finished("switches")
     versions = [chunk.version for chunk in stream.chunks for _ in chunk.tokens]
     cut = versions.index(1)
     assert versions == [0] * cut + [1] * (LONG - cut)
@@ -466,8 +495,8 @@ def test_running_request_switches_to_a_newer_version(service: Dialled, start: St
     assert (stream.tokens[cut:], stream.logprobs[cut:]) == (resumed.tokens, resumed.logprobs)
 
 
-def test_unclaimed_requests_are_deleted_after_the_rejoin_period(service: Dialled, start: Start) -> None:
-    start(before=SLOW, rejoin_seconds="3")
+def test_unclaimed_requests_are_deleted_after_the_rejoin_period(service: Dialled, start: Start, tmp_path: Path) -> None:
+    start(before=held_at(SOME, tmp_path / "never"), rejoin_seconds="3")
     link = service.connection(0)
     link.send(generate("r", max_tokens=500, prompt=[1], shared_prefix=0))
     link.some("r", 1)
@@ -496,8 +525,8 @@ def test_requests_not_claimed_after_a_reconnection_are_aborted(service: Dialled,
     assert again.of(protocol.Heartbeat)[-1].generated < 50 * LONG
 
 
-def test_stopped_worker_reconnects_and_resumes(service: Dialled, start: Start) -> None:
-    worker = start(before=SLOW)
+def test_stopped_worker_reconnects_and_resumes(service: Dialled, start: Start, tmp_path: Path) -> None:
+    worker = start(before=held_at(SOME, go := tmp_path / "go"))
     link = service.connection(0)
     link.send(generate("r"))
     link.some("r", 5)
@@ -508,6 +537,7 @@ def test_stopped_worker_reconnects_and_resumes(service: Dialled, start: Start) -
     again = service.connection(1)
     assert again.epoch != link.epoch
     again.send(generate("r", prefix_tokens=had))
+    go.touch()
     assert len(had) + len(again.finished("r").tokens) == LONG
 
 
@@ -529,9 +559,11 @@ def test_aborted_request_may_start_again_under_its_name(service: Dialled, start:
     service.until(lambda: (beat := link.of(protocol.Heartbeat)[-1]).active + beat.waiting == 0)
 
 
-def test_a_request_that_continues_elsewhere_leaves_every_sampled_token(service: Dialled, start: Start) -> None:
+def test_a_request_that_continues_elsewhere_leaves_every_sampled_token(
+    service: Dialled, start: Start, tmp_path: Path
+) -> None:
     """The controller asks for it at the end of a chunk; the next worker's text is as if it had never moved."""
-    start(before=SLOW)
+    start(before=held_at(2 * SOME, go := tmp_path / "go"))
     link = service.connection(0)
     link.send(generate("r", seed=6), generate("whole", seed=6))
     link.some("r", 5)
@@ -539,6 +571,7 @@ def test_a_request_that_continues_elsewhere_leaves_every_sampled_token(service: 
     service.until(lambda: link.stream("r").finish)
     first = link.stream("r")
     assert first.finish == "abort" and 5 <= len(first.tokens) < LONG
+    go.touch()
     link.send(generate("elsewhere", seed=6, prefix_tokens=first.tokens))
     rest = link.finished("elsewhere")
     assert first.tokens + rest.tokens == link.finished("whole").tokens
@@ -548,8 +581,8 @@ def test_a_request_that_continues_elsewhere_leaves_every_sampled_token(service: 
     assert beat.free_tokens > 0 and beat.costs["decode"]
 
 
-def test_sigterm_sends_sampled_tokens_and_draining(service: Dialled, start: Start) -> None:
-    worker = start(before=SLOW)
+def test_sigterm_sends_sampled_tokens_and_draining(service: Dialled, start: Start, tmp_path: Path) -> None:
+    worker = start(before=held_at(SOME, tmp_path / "never"))
     service.flush_seconds = 60  # nothing leaves by itself
     link = service.connection(0)
     link.send(generate("r"))
@@ -855,9 +888,9 @@ BESIDE = {"threads": "2", "lanes": "beside"}
 
 @pytest.mark.parametrize("settings", [{}, BESIDE], ids=["turns", "beside"])
 def test_sigterm_during_generation_and_training_sends_sampled_tokens(
-    service: Dialled, start: Start, settings: dict[str, str]
+    service: Dialled, start: Start, tmp_path: Path, settings: dict[str, str]
 ) -> None:
-    worker = start(before=SLOW, **settings)
+    worker = start(before=held_at(LONG + SOME, tmp_path / "never"), **settings)
     link, parent, whole = begun(service)
     service.flush_seconds = 60
     link.drop()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.peers import eventually, settle
+from tests.support.peers import PATIENCE, eventually, settle
 from tests.support.waiting import until
 
 from rookery.environments.foreign.pool import LibraryPool, LibraryProcesses, calling_tenant
@@ -22,7 +22,8 @@ from rookery.errors import UserError
 ECHO = """
 import json, os, subprocess, sys, time
 given = json.loads(sys.argv[1])
-time.sleep(given.get("sleep", 0))
+while "gate" in given and not os.path.exists(given["gate"]):
+    time.sleep(0.01)
 if given.get("line"):
     print(given["line"], flush=True)
 child = subprocess.Popen(["sleep", "300"]).pid if given.get("child") else 0
@@ -50,7 +51,7 @@ class Echoes:
 async def pid_of(process: LibraryProcess) -> int:
     inbox = process.listen("one")
     process.send({"say": "one"})
-    answer = await asyncio.wait_for(inbox.get(), 30)
+    answer = await asyncio.wait_for(inbox.get(), PATIENCE)
     process.forget("one")
     return int(answer["pid"])
 
@@ -70,7 +71,7 @@ async def test_a_process_that_reads_nothing_delays_no_caller(echoes: Echoes) -> 
         process.send({"say": "x" * UNREAD})
     going_on.cancel()
     os.kill(pid, signal.SIGCONT)
-    assert [(await asyncio.wait_for(inbox.get(), 30))["pid"] for inbox in inboxes] == [pid] * 30
+    assert [(await asyncio.wait_for(inbox.get(), PATIENCE))["pid"] for inbox in inboxes] == [pid] * 30
     environment.leave(process)
     process.end()
     with pytest.raises(LibraryFailed, match="echo: its process has ended"):
@@ -119,7 +120,7 @@ async def test_another_environment_ends_the_process_that_is_idle_longest(echoes:
     await settle()
     assert not waiting.done() and echoes.pool.waiting() == 1 and len(echoes.pool.running()) == 2
     made[1].leave(busy)
-    last = await asyncio.wait_for(waiting, 30)
+    last = await asyncio.wait_for(waiting, PATIENCE)
     assert await pid_of(last) and not busy.alive()
     made[0].leave(third)
     made[2].leave(last)
@@ -136,9 +137,11 @@ async def test_a_wait_for_a_process_ends_with_a_line(tmp_path: Path) -> None:
     echoes.make(number=1)
 
 
-async def test_a_cancelled_wait_keeps_no_process(echoes: Echoes) -> None:
-    environment, other = echoes.make(sleep=0.3), echoes.make(number=1)
+async def test_a_cancelled_wait_keeps_no_process(echoes: Echoes, tmp_path: Path) -> None:
+    (gate := tmp_path / "gate").touch()
+    environment, other = echoes.make(gate=str(gate)), echoes.make(number=1)
     held = [await environment.join(), await other.join()]
+    gate.unlink()
     third = asyncio.create_task(asyncio.to_thread(echoes.make, number=2))
     await eventually(lambda: echoes.pool.waiting() == 1)
     environment.leave(held[0])
@@ -148,6 +151,7 @@ async def test_a_cancelled_wait_keeps_no_process(echoes: Echoes) -> None:
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+    gate.touch()
     other.leave(held[1])
     until(lambda: all(not process.episodes for process in echoes.pool.running()))
     assert made.process is not None
@@ -193,14 +197,14 @@ async def test_a_tenant_whose_episodes_overlap_gives_places_to_those_that_wait(t
     assert not any(task.done() for task in waiting)
     for environment, process in zip(large, held, strict=True):
         environment.leave(process)
-    got = await asyncio.wait_for(asyncio.gather(*waiting[:2]), 30)
+    got = await asyncio.wait_for(asyncio.gather(*waiting[:2]), PATIENCE)
     assert [process.tenant for process in got] == ["small", "small"]
     assert not waiting[2].done() and not overlapping[0].done(), "no tenant gets more than its half"
     small[0].leave(got[0])
-    assert (await asyncio.wait_for(waiting[2], 30)).tenant == "small", "who has fewer places goes first"
+    assert (await asyncio.wait_for(waiting[2], PATIENCE)).tenant == "small", "who has fewer places goes first"
     for environment, task in zip(large[2:], overlapping[2:], strict=True):
         environment.leave(task.result())
-    for process in await asyncio.wait_for(asyncio.gather(*overlapping[:2]), 30):
+    for process in await asyncio.wait_for(asyncio.gather(*overlapping[:2]), PATIENCE):
         assert process.tenant == "large"
     for process in echoes.pool.running():
         process.end()
@@ -216,7 +220,7 @@ async def test_a_process_that_drains_continues_where_the_other_tenant_has_given_
     waiting.cancel()
     second.leave(other)
     other.end()
-    assert await asyncio.wait_for(environment.join(), 30) is first
+    assert await asyncio.wait_for(environment.join(), PATIENCE) is first
     environment.leave(first)
     environment.leave(first)
 
@@ -244,11 +248,14 @@ async def test_a_wait_holds_no_thread_and_a_running_process_is_joined_at_once(ec
 
 
 async def test_a_slow_start_is_no_wait_for_a_place(tmp_path: Path) -> None:
+    (gate := tmp_path / "gate").touch()
     echoes = Echoes(tmp_path, most=1, wait_seconds=0.05)
-    environment = echoes.make(sleep=0.5)
+    environment = echoes.make(gate=str(gate))
     assert environment.process is not None
     environment.process.kill()
     until(lambda: not echoes.pool.running())
+    gate.unlink()
+    asyncio.get_running_loop().call_later(0.2, gate.touch)
     process = await environment.join()
     assert await pid_of(process)
     environment.leave(process)
@@ -260,7 +267,7 @@ def test_a_process_that_is_not_ready_in_time_is_killed(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"environment\.id: the process of echo was not ready within 0\.1 s and was killed"
     ):
-        LibraryProcess("echo", sys.executable, echoes.script, {"sleep": 300}, 0.1)
+        LibraryProcess("echo", sys.executable, echoes.script, {"gate": str(tmp_path / "never")}, 0.1)
 
 
 @pytest.mark.parametrize("line", ["loading", "[]", "[" * 100_000], ids=["text", "list", "depth"])
