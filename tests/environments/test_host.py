@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.support import faulty
-from tests.support.peers import settle
+from tests.support.peers import PATIENCE, settle
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.http11 import Request, Response
 
@@ -101,7 +101,7 @@ class Controller:
         return future
 
     async def ask(self, message: Any) -> Any:
-        return await asyncio.wait_for(await self.begin(message), 20)
+        return await asyncio.wait_for(await self.begin(message), PATIENCE)
 
 
 def reset(episode: str, environment: str = "env", number: int = 3, **options: Any) -> protocol.Reset:
@@ -140,7 +140,7 @@ async def hosting(first: str = "", /, **environments: Hosted) -> AsyncIterator[C
         host = Host(f"{first}http://127.0.0.1:{port}", "tml-key", environments, instance="me")
         running = asyncio.create_task(host.run())
         try:
-            await asyncio.wait_for(controller.joined(), 20)
+            await asyncio.wait_for(controller.joined(), PATIENCE)
             yield controller
         finally:
             running.cancel()
@@ -444,12 +444,12 @@ async def test_episodes_outlive_a_broken_link() -> None:
         await controller.begin(step("e2"))
         await asyncio.to_thread(stuck.entered.acquire)
         await controller.drop()
-        hello = await asyncio.wait_for(controller.joined(2), 20)
+        hello = await asyncio.wait_for(controller.joined(2), PATIENCE)
         assert (hello.instance, set(hello.episodes)) == ("me", {"e1", "e2"})
         # The step that ran meanwhile is asked for again, and happens once.
         waiting = await controller.begin(step("e2"))
         stuck.release.set()
-        assert (await asyncio.wait_for(waiting, 20)).reward == 1
+        assert (await asyncio.wait_for(waiting, PATIENCE)).reward == 1
         assert not stuck.entered.acquire(blocking=False)
         assert (await controller.ask(step("e1", 1, "b"))).messages[0].content == "Step 2."
 
@@ -490,7 +490,7 @@ async def test_stuck_environments_delay_no_other_environment() -> None:
         assert not any(future.done() for future in waiting)
         await controller.send(protocol.CloseEpisode(episode="s0"))
         stuck.release.set()
-        answers = await asyncio.wait_for(asyncio.gather(*waiting[1:]), 20)
+        answers = await asyncio.wait_for(asyncio.gather(*waiting[1:]), PATIENCE)
         assert all(answer.reward == 1 for answer in answers)
 
 
@@ -510,9 +510,9 @@ async def test_an_async_step_is_cancelled_and_closed_when_its_episode_is() -> No
     async with hosting(env=Waits) as controller:
         await controller.ask(reset("e1"))
         await controller.begin(step("e1"))
-        await asyncio.wait_for(entered.wait(), 20)
+        await asyncio.wait_for(entered.wait(), PATIENCE)
         await controller.send(protocol.CloseEpisode(episode="e1"))
-        await asyncio.wait_for(closed.wait(), 20)
+        await asyncio.wait_for(closed.wait(), PATIENCE)
         assert "not alive" in (await controller.ask(step("e1"))).error
 
 
@@ -524,7 +524,7 @@ async def test_a_step_that_waits_for_a_thread_is_reported_and_begins_only_in_a_l
         def step(self, reply: Reply) -> Step:
             began.append(reply.text)
             entered.set()
-            release.wait(20)
+            release.wait(PATIENCE)
             return Step(done=True)
 
     async def prototype(name: str, options: dict[str, Any]) -> Environment:
@@ -539,13 +539,13 @@ async def test_a_step_that_waits_for_a_thread_is_reported_and_begins_only_in_a_l
         await episodes.reset(reset(name))
     turns = {name: episodes.step(msgspec.structs.replace(step(name, text=name), call=name)) for name in "abc"}
     try:
-        assert await asyncio.to_thread(entered.wait, 20)
+        assert await asyncio.to_thread(entered.wait, PATIENCE)
         assert reports == [("b", True), ("c", True)]
         episodes.step(msgspec.structs.replace(step("c", text="c"), call="again"))  # after a reconnection
         episodes.close("b")
     finally:
         release.set()
-    await asyncio.wait(turns.values(), timeout=20)
+    await asyncio.wait(turns.values(), timeout=PATIENCE)
     assert turns["b"].cancelled() and turns["c"].result().done and began == ["a", "c"]
     assert reports[2:] == [("again", True), ("again", False)]
     await episodes.close_all()
@@ -574,10 +574,10 @@ async def test_a_plain_step_that_returns_an_awaitable_is_cancelled_and_closed_wi
     episodes = Episodes(calls, prototype, asks_nobody, lambda reset: LLM("", "", []), asks_nobody, asks_nobody)
     await episodes.reset(reset("a"))
     turn = episodes.step(step("a"))
-    assert await asyncio.to_thread(begun.wait, 20)
+    assert await asyncio.to_thread(begun.wait, PATIENCE)
     episodes.close("a")
-    await asyncio.wait([turn], timeout=20)
-    assert turn.cancelled() and await asyncio.to_thread(closed.wait, 20)
+    await asyncio.wait([turn], timeout=PATIENCE)
+    assert turn.cancelled() and await asyncio.to_thread(closed.wait, PATIENCE)
     calls.close()
 
 
@@ -596,10 +596,10 @@ async def test_a_blocking_async_step_does_not_stop_heartbeats() -> None:
         before = len(controller.beats)
         await controller.ask(reset("e2", "good"))
         assert (await controller.ask(step("e2"))).reward == 1
-        await asyncio.wait_for(controller.beaten(before + 3), 20)
+        await asyncio.wait_for(controller.beaten(before + 3), PATIENCE)
         assert not waiting.done()
         blocks.release.set()
-        assert (await asyncio.wait_for(waiting, 20)).reward == 1
+        assert (await asyncio.wait_for(waiting, PATIENCE)).reward == 1
 
 
 def answering(status: HTTPStatus, body: str) -> Callable[[ServerConnection, Request], Response | None]:
@@ -619,7 +619,7 @@ async def test_answer_of_a_proxy_is_no_refusal(status: HTTPStatus, body: str) ->
     async with serve(controller.handle, "127.0.0.1", 0, process_request=answering(status, body)) as server:
         host = Host(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "key", {"env": faulty.Good()})
         running = asyncio.create_task(host.run())
-        await asyncio.wait_for(controller.joined(), 20)
+        await asyncio.wait_for(controller.joined(), PATIENCE)
         await cancel_all(running)
 
 
@@ -628,7 +628,7 @@ async def test_refusal_of_the_service_before_the_hello_ends_the_host() -> None:
     async with serve(Controller().handle, "127.0.0.1", 0, process_request=refuse) as server:
         host = Host(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "key", {})
         with pytest.raises(UserError, match="refuses this environment host: the key is not known"):
-            await asyncio.wait_for(host.run(), 20)
+            await asyncio.wait_for(host.run(), PATIENCE)
 
 
 async def test_refused_host_process_ends_with_the_code_that_prevents_a_restart() -> None:
@@ -641,7 +641,7 @@ async def test_refused_host_process_ends_with_the_code_that_prevents_a_restart()
             env={**os.environ, "ROOKERY_TOKEN": "key"},
             stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        _, said = await asyncio.wait_for(process.communicate(), 60)
+        _, said = await asyncio.wait_for(process.communicate(), PATIENCE)
     assert process.returncode == EXIT_REFUSED
     assert said.decode().strip().endswith("refuses this environment host: the key is not known")
 
@@ -652,7 +652,7 @@ async def test_a_refused_host_gets_the_reason() -> None:
     async with serve(controller.handle, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(UserError, match="refuses this environment host: the key is not known"):
-            await asyncio.wait_for(Host(f"http://127.0.0.1:{port}", "x", {}).run(), 20)
+            await asyncio.wait_for(Host(f"http://127.0.0.1:{port}", "x", {}).run(), PATIENCE)
     with pytest.raises(UserError, match="the service's address: given 'nonsense'"):
         await Host("nonsense", "x", {}).run()
 
@@ -669,7 +669,7 @@ async def test_the_process_of_the_built_ins_dies_with_its_parent() -> None:
             env={**os.environ, "ROOKERY_TOKEN": "t\n"},
         )
         try:
-            hello = await asyncio.wait_for(controller.joined(), 30)
+            hello = await asyncio.wait_for(controller.joined(), PATIENCE)
             assert controller.authorization == "Bearer t"  # a file has a newline after it
             assert {offer.name for offer in hello.environments} == {f"builtin:{id}" for id in BUILTINS}
             options = {"rows": [{"prompt": "Say 3.", "answer": 3}], "verifier": "exact"}
@@ -680,7 +680,7 @@ async def test_the_process_of_the_built_ins_dies_with_its_parent() -> None:
             assert (await controller.ask(step("e1"))).reward == 1
             assert process.stdin is not None
             process.stdin.close()
-            assert await asyncio.wait_for(process.wait(), 20) == 0
+            assert await asyncio.wait_for(process.wait(), PATIENCE) == 0
         finally:
             if process.returncode is None:
                 process.kill()
