@@ -29,9 +29,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # such processes share the cores: their
 CACHE = Path(os.environ.get("ROOKERY_CACHE", "~/.cache/rookery")).expanduser()
 os.environ.setdefault("NUMBA_CACHE_DIR", str(CACHE / "kernels"))  # or every worker of a test would compile its kernels
 
-hypothesis.settings.register_profile(  # how long an example takes depends on the machine
-    "rookery", deadline=None, database=None, derandomize=not MORE, max_examples=examples(USUAL), print_blob=bool(MORE)
-)
+hypothesis.settings.register_profile(  # how long an example takes, or its inputs, depends on the machine
+    "rookery", deadline=None, database=None, derandomize=not MORE, max_examples=examples(USUAL), print_blob=bool(MORE),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)  # fmt: skip
 hypothesis.settings.load_profile("rookery")
 
 

@@ -82,11 +82,20 @@ def test_reasoning_gym_tasks_that_run_code_are_documented() -> None:
     assert all(f"`{task}`" in documented for task in REPLIES_ARE_CODE) and len(REPLIES_ARE_CODE) == 10
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_yaml_examples_are_jobs(page: Path) -> None:
-    set_judges("strict=https://api.openai.com/v1 gpt-4.1")  # which a page names
+@pytest.fixture
+def named() -> Iterator[None]:
+    """The judges, packages and games that the pages name."""
+    set_judges("strict=https://api.openai.com/v1 gpt-4.1")
     set_verifiers("/opt/verifiers/bin/python gsm8k")
     set_games("/opt/games/bin/python gymnasium/FrozenLake-v1 textarena/GuessTheNumber-v0")
+    yield
+    for clear in (set_judges, set_verifiers, set_games):
+        clear("")
+
+
+@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_yaml_examples_are_jobs(page: Path) -> None:
     for text in blocks(page, "yaml"):
         example = yaml.safe_load(text)
         job = parse_job({**MINIMAL, **example})

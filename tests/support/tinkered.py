@@ -60,8 +60,10 @@ def running(root: Path, data: str = "data", port: int = 0, **more: Any) -> Itera
         yield service
 
 
-# A client of the SDK outlives the service of its test and says so, at last behind pytest's closing line.
+# A client of the SDK outlives the service of its test and says so: in the logs of later tests of this process, and at
+# last behind pytest's closing line.
 logging.getLogger("tinker").addHandler(logging.NullHandler())
+logging.getLogger("tinker").propagate = False
 
 
 def client(service: EmbeddedService, key: str | None = None, url: str | None = None) -> tinker.ServiceClient:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -71,26 +74,46 @@ def test_nothing_is_decided_where_the_time_is_unknown(unknown: tuple[float, floa
     assert not control.brief and pool.started == pool.stopped == 0
 
 
+NATIVE = Path("/proc/self/task")
+
+
 @pytest.mark.skipif(openmp_parallel() is None, reason="PyTorch does not use the GNU OpenMP interface here")
 def test_spare_threads_come_and_go() -> None:
-    def threads() -> int:
-        return len(list(Path("/proc/self/task").iterdir()))
+    """Threads have the name of the one that starts them, which others of this process have not."""
+    name = "starts spares"
 
-    pool, before = SparePool(), threads()
-    for _ in range(3):
-        pool.start()
-        pool.start()  # once is enough
-        until(lambda: threads() == before + (os.cpu_count() or 1) + 1, lambda: (before, threads()))
-        pool.stop()
-        pool.stop()
-        until(lambda: threads() == before, lambda: (before, threads()))
+    def threads() -> int:
+        found = 0
+        for task in NATIVE.iterdir():
+            with suppress(OSError):  # a thread that ends
+                found += (task / "comm").read_text().strip() == name
+        return found
+
+    def run() -> None:
+        (NATIVE / str(threading.get_native_id()) / "comm").write_text(name)
+        pool = SparePool()
+        for _ in range(3):
+            pool.start()
+            pool.start()  # once is enough
+            until(lambda: threads() == 1 + (os.cpu_count() or 1) + 1, threads)
+            pool.stop()
+            pool.stop()
+            until(lambda: threads() == 1, threads)
+
+    with ThreadPoolExecutor(1) as alone:
+        alone.submit(run).result()
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not say when threads wait")
 def test_the_time_of_threads_is_that_of_the_system() -> None:
-    before, began = scheduled_seconds(), time.process_time()
-    while time.process_time() - began < 0.2:
-        pass
-    after = scheduled_seconds()
-    assert before is not None and after is not None
-    assert after[0] - before[0] > 0.15 and after[1] >= before[1]
+    def passed() -> bool:
+        """False also where another thread of this process ended meanwhile, and took its time with it."""
+        before, began = scheduled_seconds(), time.process_time()
+        while time.process_time() - began < 0.2:
+            pass
+        after = scheduled_seconds()
+        if before is None or after is None:
+            return False
+        return 0.15 < after[0] - before[0] < 10 and after[1] >= before[1]
+
+    until(passed)
