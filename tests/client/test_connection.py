@@ -219,7 +219,7 @@ def test_a_silent_service_holds_a_list_for_the_time_limit_of_a_list(
         for read in (client.views, client.models, client.health, lambda: client.job("x")):
             with pytest.raises(Unavailable, match=r"did not answer within 0\.3 s"):
                 read()
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 60
     with Client(silent, "tml-x", seconds=0.2) as patient:
         for ask in (
             lambda: patient.sample(MODEL, "hello"),
@@ -296,7 +296,7 @@ def test_every_wait_of_a_request_ends(answer: Callable[[socket.socket], None], a
         began = time.monotonic()
         with pytest.raises(Unavailable, match=r"did not answer within 0\.3 s"):
             ask(client)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
 
 
 def test_a_response_after_some_of_the_class_1xx_is_read() -> None:
@@ -320,11 +320,11 @@ def test_a_name_server_that_does_not_answer_is_waited_for_as_long_as_for_a_conne
         began = time.monotonic()
         with pytest.raises(Unavailable, match=r"no address of the name in http://service\.example came within 0\.1 s"):
             client.views()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
     ended.set()
 
 
-@pytest.mark.parametrize("lost", [1, 8])
+@pytest.mark.parametrize("lost", [1, 24])
 def test_addresses_that_lead_nowhere_share_the_time_to_connect(lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All addresses of a name are tried, and all together end in time. No queue of connections is longer than one."""
     with answering(empty_list) as url, ExitStack() as stack:
@@ -349,7 +349,7 @@ def test_addresses_that_lead_nowhere_share_the_time_to_connect(lost: int, monkey
             began = time.monotonic()
             with pytest.raises(Unavailable, match="no Rookery service answers"):
                 client.views()
-            assert time.monotonic() - began < 3 * 0.4 + 0.5 + 1
+            assert time.monotonic() - began < 20, "each with all of the time would take 29 s"
             found.append((socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)))
             assert client.views() == []
 

@@ -237,9 +237,9 @@ async def test_pause_before_a_restart_grows_unless_the_machine_was_lost(
 ) -> None:
     processes = Supervisor([child(tmp_path, "short", "raise SystemExit(1)")], tmp_path / "logs", 5, spawn)
     await processes.start()
-    await until(lambda: processes.children[0].restarts == 3)
+    await until(lambda: processes.children[0].restarts >= 3)
     await processes.stop()
-    assert ", ".join(re.findall(r"restarting it in (\S+) s", caplog.text)) == pauses
+    assert ", ".join(re.findall(r"restarting it in (\S+) s", caplog.text)[:3]) == pauses
 
 
 @pytest.mark.parametrize("fails", ["started", "watched"])

@@ -570,7 +570,7 @@ sys.stdin.readline()
     with subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE, text=True) as process:
         assert process.stdout is not None and process.stdin is not None
         (child,) = children(int(process.stdout.readline()))
-        (forked,) = children(child)
+        (forked,) = until(lambda: children(child))
         process.stdin.write("\n")
     until(lambda: not any(map(runs, (child, forked))))
 

@@ -12,6 +12,7 @@ import math
 import pkgutil
 import random
 import re
+import select
 import socket
 import tarfile
 import threading
@@ -704,7 +705,7 @@ def test_messages_before_the_hello_are_small(service: EmbeddedService, path: str
     with connect(service.url.replace("http", "ws", 1) + path, additional_headers=headers) as peer:
         peer.send(bytes((1 << 20) + 1))
         with pytest.raises(ConnectionClosed) as closed:
-            peer.recv(timeout=10)
+            peer.recv(timeout=60)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
 
 
@@ -741,7 +742,7 @@ def test_flood_of_requests_on_a_connection_delays_no_other_client(service: Embed
             with suppress(OSError):
                 stranger.sendall((HEAD + b"\r\n") * 30_000)
     assert max(waited) < 1, sorted(waited)[-5:]
-    assert metric(service, "connections_flooding_total") == before + 4
+    until(lambda: metric(service, "connections_flooding_total") == before + 4)
 
 
 def test_small_heads_after_a_large_body_are_no_flood(tenant: httpx.Client) -> None:
@@ -753,8 +754,8 @@ def test_small_heads_after_a_large_body_are_no_flood(tenant: httpx.Client) -> No
 
 
 def test_bodies_that_never_come_leave_places_for_others(tmp_path: Path) -> None:
-    """A tenant holds at most half of what an address may open, and each body has a slowest rate."""
-    with served(tmp_path, connections=80, body_seconds=1.5) as service, ExitStack() as opened:
+    """A tenant holds at most half of what an address may open."""
+    with served(tmp_path, connections=80, body_seconds=600.0) as service, ExitStack() as opened:
         greedy, other = keys_of(service, "greedy", "other")
         url = httpx.URL(service.url)
         head = f"POST /api/v1/jobs/dry-run HTTP/1.1\r\nHost: x\r\nX-API-Key: {greedy}\r\nContent-Length: 9\r\n\r\n"
@@ -766,13 +767,12 @@ def test_bodies_that_never_come_leave_places_for_others(tmp_path: Path) -> None:
         for _ in range(5):
             answer = httpx.get(f"{service.url}/api/v1/jobs", headers={"X-API-Key": other}, timeout=LONGEST_WAIT)
             assert answer.status_code == 200
-        answers = []
+        refused = until(lambda: len(found := select.select(slow, [], [], 0)[0]) >= 19 and found)
+        assert {one.recv(1 << 16)[9:12] for one in refused} == {b"429"}
+        assert metric(service, "requests_open_total") == len(refused) and metric(service, "bodies_slow_total") == 0
         for one in slow:
-            with suppress(OSError):
-                answers.append(one.recv(1 << 16)[9:12])
-        assert answers.count(b"408") <= 20 and b"429" in answers and b"408" in answers, answers
-        assert metric(service, "bodies_slow_total") > 0 and metric(service, "requests_open_total") > 0
-        assert httpx.get(f"{service.url}/api/v1/jobs", headers={"X-API-Key": greedy}, timeout=30).status_code == 200
+            one.close()
+        until(lambda: httpx.get(f"{service.url}/api/v1/jobs", headers={"X-API-Key": greedy}, timeout=60).is_success)
 
 
 def service_seconds(service: EmbeddedService, name: str) -> float:
@@ -800,17 +800,24 @@ def test_new_connections_are_charged_to_the_tenant_of_their_first_request() -> N
     assert charged == [1.0 + CONNECTION_SECONDS, 2.0]
 
 
-def test_body_that_comes_steadily_may_take_long(tmp_path: Path) -> None:
-    """Each piece earns ten times the pause after it."""
+def test_body_that_comes_steadily_may_take_long_and_one_that_does_not_come_is_refused(tmp_path: Path) -> None:
+    """Each piece earns two hundred times the pause after it."""
     row = b'{"prompt": "a", "answer": ""}\n'
     with served(tmp_path, body_seconds=1.0) as service, admin_of(service) as admin:
 
         def steadily() -> Iterator[bytes]:
             for _ in range(12):
-                yield row * (int(BODY_RATE) // len(row) + 1)
+                yield row * (20 * int(BODY_RATE) // len(row) + 1)
                 time.sleep(0.1)
 
         assert admin.post("/api/v1/datasets", content=steadily()).status_code == 201
+        assert metric(service, "bodies_slow_total") == 0
+        url = httpx.URL(service.url)
+        with socket.create_connection((url.host, url.port or 80), timeout=60) as silent:
+            head = f"POST /api/v1/jobs/dry-run HTTP/1.1\r\nHost: x\r\nX-API-Key: {service.key}\r\n"
+            silent.sendall(f"{head}Content-Length: 9\r\n\r\n".encode())
+            assert silent.recv(1 << 16)[9:12] == b"408"
+        assert metric(service, "bodies_slow_total") == 1 and admin.get("/api/v1/jobs").status_code == 200
 
 
 @pytest.mark.parametrize("taken", [0, 1], ids=["nothing", "a-byte-at-a-time"])
@@ -841,7 +848,7 @@ def dialled(service: EmbeddedService, key: str, instance: str) -> tuple[ClientCo
     with warnings.catch_warnings(action="ignore"):  # some of them are left to themselves
         host = connect(url, additional_headers=headers, max_size=None, close_timeout=2)
     host.send(protocol.encode(protocol.HostHello(protocol=protocol.PROTOCOL, instance=instance, environments=[])))
-    welcome = protocol.decode(protocol.to_host, bytes(host.recv(timeout=10)))
+    welcome = protocol.decode(protocol.to_host, bytes(host.recv(timeout=60)))
     assert isinstance(welcome, protocol.HostWelcome)
     return host, welcome
 
@@ -865,8 +872,13 @@ def test_hosts_of_a_tenant_are_bounded(tmp_path: Path) -> None:
         assert metric(service, "refused_tenant_hosts_total") == 1
         opened.enter_context(dialled(service, other, "host-0")[0])
         mine[0].close()
-        until(lambda: metric(service, "environment_hosts") <= 4)  # the service's, two of greedy's and one
-        opened.enter_context(dialled(service, greedy, "host-4")[0])
+
+        def another() -> ClientConnection | None:
+            with suppress(InvalidStatus):  # the place of the one that left is not free yet
+                return dialled(service, greedy, "host-4")[0]
+            return None
+
+        opened.enter_context(until(another))
 
 
 def test_episodes_that_a_host_brings_back_are_bounded(tmp_path: Path) -> None:
@@ -883,11 +895,11 @@ def test_episodes_that_a_host_brings_back_are_bounded(tmp_path: Path) -> None:
             with host:
                 host.send(protocol.encode(hello))
                 if welcomed:
-                    answer = protocol.decode(protocol.to_host, bytes(host.recv(timeout=10)))
+                    answer = protocol.decode(protocol.to_host, bytes(host.recv(timeout=60)))
                     assert isinstance(answer, protocol.HostWelcome)
                 else:
                     with pytest.raises(ConnectionClosed):
-                        host.recv(timeout=10)
+                        host.recv(timeout=60)
 
 
 def test_messages_of_a_tenants_host_are_bounded(tmp_path: Path) -> None:
@@ -896,7 +908,7 @@ def test_messages_of_a_tenants_host_are_bounded(tmp_path: Path) -> None:
         assert welcome.max_bytes == 1 << 16
         with host, pytest.raises(ConnectionClosed) as closed:
             host.send(bytes((1 << 16) + 1))
-            host.recv(timeout=10)
+            host.recv(timeout=60)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
 
 

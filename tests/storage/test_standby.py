@@ -145,7 +145,7 @@ def test_a_standby_under_attack_takes_over_at_once(postgres: str, tmp_path: Path
         began = time.monotonic()
         first.kill()
         second.until("Rookery serves")
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
         assert httpx.get(f"{second.url}/healthz").json()["status"] == "ok"
 
 

@@ -130,7 +130,7 @@ class Room:
 
 @pytest.fixture
 async def room(tmp_path: Path) -> AsyncIterator[Room]:
-    room = Room(tmp_path, worker_wait_seconds=0.2)
+    room = Room(tmp_path, worker_wait_seconds=PATIENCE)
     yield room
     await room.close()
 
@@ -328,8 +328,9 @@ async def test_operation_that_cannot_succeed_is_not_retried(room: Room) -> None:
 TOO_SMALL = "training states of rank 8 of 9 MB do not fit this worker"
 
 
-async def test_a_policy_trains_on_a_worker_that_has_room_for_it(room: Room) -> None:
+async def test_a_policy_trains_on_a_worker_that_has_room_for_it(tmp_path: Path) -> None:
     """A reserved one that is too small is asked once, however few retries there are."""
+    room = Room(tmp_path, worker_wait_seconds=0.2)
     small = [await room.worker(name) for name in ("a", "b", "c", "d", "e")]
     for worker in small:
         refusing(worker, TOO_SMALL, "too small")
@@ -343,6 +344,7 @@ async def test_a_policy_trains_on_a_worker_that_has_room_for_it(room: Room) -> N
     with pytest.raises(Unavailable, match="large is suspect"):
         await waiting
     assert [len(worker.operations) for worker in small] == [1] * 5
+    await room.close()
 
 
 async def test_a_policy_that_fits_no_worker_fails(room: Room) -> None:
@@ -459,19 +461,19 @@ async def test_cancelled_step_is_cancelled_at_the_worker(room: Room) -> None:
     assert worker.other[1] == protocol.EvictArtifacts(policy="p")
 
 
-async def test_error_reports_that_no_trainer_came_in_time(room: Room) -> None:
+async def test_error_reports_that_no_trainer_came_in_time(tmp_path: Path) -> None:
+    room = Room(tmp_path, worker_wait_seconds=0.2)
     await room.worker("rolls", roles=["rollout"])
     with pytest.raises(Unavailable, match=f"no worker serves {MODEL} for train"):
         await room.begin(room.run())
+    await room.close()
 
 
-async def test_waiting_policy_gets_a_trainer_that_joins(tmp_path: Path) -> None:
-    room = Room(tmp_path, worker_wait_seconds=20)
+async def test_waiting_policy_gets_a_trainer_that_joins(room: Room) -> None:
     beginning = asyncio.create_task(room.begin(room.run()))
     await settle()
     await room.worker()
     assert (await beginning).version == 0
-    await room.close()
 
 
 async def test_policies_are_spread_over_the_trainers(room: Room) -> None:

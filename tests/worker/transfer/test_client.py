@@ -382,6 +382,10 @@ async def test_manifest_cannot_name_files_outside_its_folder(service: Dialled, t
 SIZE = len(FILES["adapter_model.safetensors"])
 
 
+PATIENT = ServingRules(expect_seconds=60.0, stall_seconds=60.0)
+"""A loaded machine changes no route."""
+
+
 class Peer:
     """A worker's cache and its peer server."""
 
@@ -663,7 +667,7 @@ BIG = {"adapter_model.safetensors": os.urandom(256 << 10)}
 
 async def test_artifact_is_served_while_it_arrives(service: Dialled, tmp_path: Path) -> None:
     manifest = service.store(BIG)
-    one, two = Peer(service, tmp_path / "one"), Peer(service, tmp_path / "two")
+    one, two = (Peer(service, tmp_path / name, rules=PATIENT, peer_seconds=60.0) for name in ("one", "two"))
     async with Trickle(manifest, BIG["adapter_model.safetensors"]) as source:
         last = asyncio.create_task(two.pull(served_by(service, manifest, one.url)))  # its order comes first
         first = asyncio.create_task(one.pull(served_by(service, manifest, source.url)))

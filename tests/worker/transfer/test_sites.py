@@ -16,18 +16,15 @@ from tests.support.dialled import Dialled
 from tests.support.peers import MODEL
 from tests.support.relays import Relay
 from tests.support.weights import VirtualStore
-from tests.worker.transfer.test_client import Peer
+from tests.worker.transfer.test_client import PATIENT, Peer
 
 from rookery import protocol
-from rookery.worker.transfer.peers import ServingRules
 
 WEIGHTS = os.urandom(100_000)
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS}
 SIZE = sum(map(len, FILES.values()))
 HEADERS = 1.05
 """Times the artifact's bytes that its answers may have: their headers, and the manifest."""
-PATIENT = ServingRules(expect_seconds=30.0, stall_seconds=60.0)
-"""A loaded machine changes no route."""
 
 
 @pytest.fixture
