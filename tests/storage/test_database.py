@@ -939,6 +939,7 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
         "session": "one",
         "model": "one",
         "expires": 1.0,
+        "at": 0.0,
         "job": "job",
         "policy": "job-main",
         "name": "main",

@@ -279,11 +279,9 @@ class Completions:
                 rows.append({"name": f"{name}:latest", **shown})
                 last = name
             rows.append({"name": f"{name}@{version}", **shown})
-        now = services.clock.time()
-        pages = partial(services.store.read, sessions.list_checkpoints, tenant, None)
+        saved_now = partial(services.store.read, sessions.list_checkpoints, tenant, None, at=services.clock.time())
         rows += [
             {"name": saved.path, "created": saved.created, "owner": owner.name}
-            async for saved in every(pages, sessions.checkpoint_cursor)
-            if saved.expires is None or saved.expires > now
+            async for saved in every(saved_now, sessions.checkpoint_cursor)
         ]
         return rows

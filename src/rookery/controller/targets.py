@@ -189,6 +189,6 @@ async def find_checkpoint(services: Services, tenant: str, path: str) -> tuple[C
     if not path.startswith(SCHEME) or len(parts) != 3 or not all(parts):
         raise UserError(f"{path!r} is no checkpoint; one is {SCHEME}<run>/<weights|sampler_weights>/<name>")
     row = await services.store.read(sessions.get_checkpoint, tenant, *parts)
-    if row.expires is not None and row.expires < services.clock.time():
+    if row.expires is not None and row.expires <= services.clock.time():
         raise NotFound(f"{path} has expired")
     return row, *await services.store.read(sessions.get_model, tenant, row.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rookery.scheduling.trainers import SlotUse, slots_to_free
 from rookery.server.tinker import schemas
 from rookery.server.tinker.calls import tokenizer_of
 from rookery.settings import Settings
+from rookery.storage.columns import Page
 from rookery.storage.db import Database
 from rookery.storage.repositories import jobs, sessions, tenants, versions
 from rookery.storage.repositories.versions import NextVersion
@@ -192,8 +194,25 @@ def test_checkpoint_name_is_taken_until_overwritten(database: Database) -> None:
     )
     assert freed == manifest("a").hash
     assert database.read(sessions.get_future, "alice", "one").outcome == b"saved"
-    database.write(sessions.expire_checkpoint, "alice", "one", "weights", "main", 7.0)
-    assert [row.path for row in database.read(sessions.expired_checkpoints, 8.0)] == ["tinker://one/weights/main"]
+
+
+@pytest.mark.parametrize(("now", "there"), [(6.0, True), (7.0, False), (8.0, False)])
+def test_a_checkpoint_is_there_until_it_expires(database: Database, now: float, there: bool) -> None:
+    """For everybody: it is deleted by the next sweep, and answers as if it were from the moment on."""
+    database.write(sessions.save_checkpoint, replace(checkpoint_row("one", name="other"), created=1.0), overwrite=False)
+    database.write(sessions.expire_checkpoint, "alice", "one", "weights", "other", 7.0, 0.0)
+    names = ["other", "main"] if there else ["main"]
+    assert [row.name for row in database.read(sessions.list_checkpoints, "alice", at=now)] == names
+    assert [row.name for row in database.read(sessions.list_checkpoints, "alice", "one", Page(1), now)] == names[:1]
+    assert database.read(sessions.count_checkpoints, "alice", now) == len(names)
+    newest = database.read(sessions.newest_checkpoints, "alice", ["one"], now)
+    assert newest["one", "weights"].name == names[0]
+    assert [row.name for row in database.read(sessions.expired_checkpoints, now)] == ([] if there else ["other"])
+    late = replace(checkpoint_row("one", name="other"), created=now)
+    with pytest.raises(Conflict, match="exists already" if there else "has expired"):
+        database.write(sessions.save_checkpoint, late, overwrite=False)
+    with nullcontext() if there else pytest.raises(NotFound):
+        database.write(sessions.expire_checkpoint, "alice", "one", "weights", "other", None, now)
 
 
 def test_rows_are_created_once(database: Database) -> None:

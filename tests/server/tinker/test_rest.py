@@ -20,6 +20,7 @@ from rookery.controller.sessions.futures import Futures
 from rookery.errors import StorageFull
 from rookery.server.launcher import EmbeddedService
 from rookery.server.peft_archive import ADAPTER_FILES
+from rookery.server.tinker import schemas
 
 PROMPT = types.ModelInput.from_ints(TOKENS)
 
@@ -201,6 +202,61 @@ def test_listings_ttl_deletion_and_information(
         training.save_state("soon", ttl_seconds=5).result(PATIENCE)
     models = rest.get_server_capabilities().result(PATIENCE).supported_models
     assert [(m.model_name, m.max_context_length) for m in models if m.model_name == MODEL] == [(MODEL, 512)]
+
+
+def test_an_expired_checkpoint_is_gone_before_it_is_deleted(
+    visitor: tinker.ServiceClient, rest: tinker.RestClient, service: EmbeddedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schemas, "TTL_SECONDS", (0, 3600))
+    training = trainer(visitor)
+    kept = training.save_state("kept").result(PATIENCE).path
+    gone = training.save_state("gone").result(PATIENCE).path
+    before = rest.list_user_checkpoints().result(PATIENCE).cursor
+    rest.set_checkpoint_ttl_from_tinker_path(gone, 0).result(PATIENCE)
+    listed = rest.list_user_checkpoints(limit=1000).result(PATIENCE)
+    assert before is not None and listed.cursor is not None and listed.cursor.total_count == before.total_count - 1
+    assert gone not in [found.tinker_path for found in listed.checkpoints]
+    assert [c.tinker_path for c in rest.list_checkpoints(training.model_id).result(PATIENCE).checkpoints] == [kept]
+    runs = rest.list_training_runs(limit=100).result(PATIENCE).training_runs
+    for shown in (rest.get_training_run(training.model_id).result(PATIENCE), *runs):
+        if shown.training_run_id == training.model_id:
+            assert shown.last_checkpoint is not None and shown.last_checkpoint.tinker_path == kept
+    headers = {"Authorization": f"Bearer {service.key}"}
+    models = httpx.get(f"{service.url}/v1/models", headers=headers, timeout=60).raise_for_status().json()["data"]
+    assert [row["id"] for row in models if row["id"] in (kept, gone)] == [kept]
+    for use in (
+        lambda: rest.get_weights_info_by_tinker_path(gone),
+        lambda: rest.set_checkpoint_ttl_from_tinker_path(gone, None),
+        lambda: rest.delete_checkpoint_from_tinker_path(gone),
+    ):
+        with pytest.raises(tinker.NotFoundError):
+            use().result(PATIENCE)
+
+
+def test_metadata_of_any_type_hides_no_run(service: EmbeddedService, rest: tinker.RestClient) -> None:
+    """The SDK takes any value and reads texts alone: with another one it refuses the whole list."""
+    about: dict[str, Any] = {"lr": 1e-3, "tags": ["a", "ä"], "note": "text", "none": None}
+    written = {"lr": "0.001", "tags": '["a", "\\u00e4"]', "note": "text", "none": "null"}
+    address = f"{service.url}/tinker"
+    with tinker.ServiceClient(user_metadata=about, base_url=address, api_key=service.key) as visitor:
+        run = trainer(visitor, user_metadata=about).model_id
+        session = rest.get_session(visitor.holder.get_session_id()).result(PATIENCE)
+        assert session.user_metadata == rest.get_training_run(run).result(PATIENCE).user_metadata == written
+        assert run in [row.training_run_id for row in rest.list_training_runs(limit=100).result(PATIENCE).training_runs]
+
+
+def test_lists_refuse_what_would_choose_other_rows(service: EmbeddedService, rest: tinker.RestClient) -> None:
+    with pytest.raises(tinker.BadRequestError, match="projects are not supported"):
+        rest.list_training_runs(project_id="mine").result(PATIENCE)
+    for scope in ("owned", "accessible"):
+        rest.list_training_runs(access_scope=scope).result(PATIENCE)
+        rest.list_sessions(access_scope=scope).result(PATIENCE)
+    base, headers = f"{service.url}/tinker/api/v1", {"X-API-Key": service.key}
+    for path in ("training_runs", "sessions", "checkpoints"):
+        for query, status in (("limit=1", 200), ("state=", 200), ("state=done", 400), ("limit=1&limit=2", 400)):
+            reply = httpx.get(f"{base}/{path}?{query}", headers=headers, timeout=60)
+            assert reply.status_code == status, reply.text
+            assert status == 200 or query.partition("=")[0] in reply.json()["error"]
 
 
 def test_reads_by_a_ticket_are_requests_of_the_tenant_that_got_it(service: EmbeddedService) -> None:

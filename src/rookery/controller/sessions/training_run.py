@@ -128,7 +128,8 @@ class TrainingRun:
             damage = error
         head, row = self._versions.head, self.row
         assert head is not None
-        saved = await self._context.store.read(sessions.list_checkpoints, row.tenant, row.id)
+        store, now = self._context.store, self._context.clock.time()
+        saved = await store.read(sessions.list_checkpoints, row.tenant, row.id, None, now)
         intact = next((found.path for found in saved if found.kind == "weights" and found.hash != head.hash), None)
         hint = f"load its newest other checkpoint, {intact}" if intact is not None else "it has no other checkpoint"
         reason = f"version {head.version} of model {row.id} is corrupt ({damage}); {hint}"

@@ -24,7 +24,7 @@ from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, schema
 UNSUPPORTED = {
     "publish": "publishing checkpoints is not supported: there is no public catalogue here",
     "copy_weights": "copying weights is not supported: create a training client from the state instead",
-    "project": "projects are not supported: every key sees all of its tenant's runs",
+    "project": sessions.PROJECTS,
     "audit": "there is no audit log in this API: see the service's own log",
     "billing": "there is no billing here",
     "create_custom_loss": "losses that run on the server are not supported: forward_backward_custom runs them here",

@@ -3,17 +3,19 @@ training runs and checkpoints, and what can be done with a checkpoint."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from rookery.controller.activity import Reader
-from rookery.controller.targets import find_checkpoint
+from rookery.controller.targets import SCHEME, find_checkpoint
 from rookery.controller.weights.tickets import TICKET_SECONDS
-from rookery.errors import NotFound, UserError
+from rookery.errors import NotFound, UserError, short
 from rookery.server.auth import Owner, Service, admit_ticket, make_room, room_for
 from rookery.server.paging import Limit
 from rookery.server.peft_archive import ADAPTER_FILES, pack, stream
@@ -52,6 +54,11 @@ ARCHIVE = "adapter.tar"
 
 SdkVersion = Annotated[str | None, Header(alias="X-Stainless-Package-Version", max_length=40)]
 """The version of the client's SDK, which it sends with every request."""
+
+PROJECTS = "projects are not supported: every key sees all of its tenant's runs"
+
+AccessScope = Literal["owned", "accessible"]
+"""The same here: no other tenant's are accessible."""
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
@@ -126,8 +133,25 @@ async def telemetry(owner: Owner) -> Response:
 # --- listings ---------------------------------------------------------------------------------------------------------
 
 
-@routes.get("/sessions")
-async def sessions(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
+async def known_parameters(request: Request) -> None:
+    """Raises :class:`UserError` for a parameter of the address that the route does not have, unless it is empty, and
+    for one that is given twice: the list would have other rows than those that were asked for."""
+    known = {parameter.alias for parameter in request.scope["route"].dependant.query_params}
+    given = Counter(name for name, value in request.query_params.multi_items() if name in known or value)
+    for name, count in sorted(given.items()):
+        if name not in known:
+            raise UserError(f"{short(name)}: {PROJECTS if name == 'project_id' else 'is not supported by this server'}")
+        if count > 1:
+            raise UserError(f"{name}: given twice; keep one of them")
+
+
+LISTING = Depends(known_parameters)
+
+
+@routes.get("/sessions", dependencies=[LISTING])
+async def sessions(
+    service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0, access_scope: AccessScope = "owned"
+) -> Response:
     rows = await service.context.store.read(list_sessions, owner.id, Page(limit, offset=offset))
     return json_response({"sessions": [row.id for row in rows]})
 
@@ -137,15 +161,15 @@ async def search_sessions(owner: Owner) -> Response:
     return error_response(404, "searching sessions is not supported: list them")
 
 
-@routes.get("/sessions/{session}")
-async def session(service: Service, owner: Owner, session: str) -> Response:
+@routes.get("/sessions/{session}", dependencies=[LISTING])
+async def session(service: Service, owner: Owner, session: str, access_scope: AccessScope = "owned") -> Response:
     await service.controller.sessions.get(owner.id, session)
     row = await service.context.store.read(get_session, owner.id, session)
     models, samplers = await service.context.store.read(ids_of_session, owner.id, session)
     return json_response({
         "training_run_ids": models,
         "sampler_ids": samplers,
-        "user_metadata": row.about.get("user_metadata"),
+        "user_metadata": _texts(row.about.get("user_metadata") or {}),
         "display_name": row.name or None,
     })  # fmt: skip
 
@@ -174,11 +198,13 @@ def _trace_of(session: str) -> str:
     return f"trace of {session}"
 
 
-@routes.get("/training_runs", dependencies=[room_for()])
-async def training_runs(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
-    store = service.context.store
+@routes.get("/training_runs", dependencies=[LISTING, room_for()])
+async def training_runs(
+    service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0, access_scope: AccessScope = "owned"
+) -> Response:
+    store, now = service.context.store, service.context.clock.time()
     rows = await store.read(list_models, owner.id, Page(limit, offset=offset))
-    newest = await store.read(newest_checkpoints, owner.id, [row.id for row in rows])
+    newest = await store.read(newest_checkpoints, owner.id, [row.id for row in rows], now)
     total = await store.read(count_models, owner.id)
 
     def response() -> Response:
@@ -188,22 +214,23 @@ async def training_runs(service: Service, owner: Owner, limit: Limit = 20, offse
     return await service.encoders(response)
 
 
-@routes.get("/training_runs/{run}")
-async def training_run(service: Service, owner: Owner, run: str) -> Response:
+@routes.get("/training_runs/{run}", dependencies=[LISTING])
+async def training_run(service: Service, owner: Owner, run: str, access_scope: AccessScope = "owned") -> Response:
     row, _ = await service.context.store.read(get_model, owner.id, run)
-    newest = await service.context.store.read(newest_checkpoints, owner.id, [row.id])
+    now = service.context.clock.time()
+    newest = await service.context.store.read(newest_checkpoints, owner.id, [row.id], now)
     return json_response(_run(owner, row, newest))
 
 
-@routes.get("/training_runs/{run}/checkpoints", dependencies=[room_for()])
+@routes.get("/training_runs/{run}/checkpoints", dependencies=[LISTING, room_for()])
 async def checkpoints_of(
     service: Service, owner: Owner, run: str, request: Request, sdk: SdkVersion = None
 ) -> Response:
     """All of them, since the request has no page; they are read and encoded by the page."""
-    store = service.context.store
+    store, now = service.context.store, service.context.clock.time()
     await store.read(get_model, owner.id, run)  # an unknown run is not an empty one
     parts = list[bytes]()
-    async for rows in pages(lambda page: store.read(list_checkpoints, owner.id, run, page), checkpoint_cursor):
+    async for rows in pages(lambda page: store.read(list_checkpoints, owner.id, run, page, now), checkpoint_cursor):
         parts += await service.encoders(_encoded_checkpoints, rows, sdk)
         await request.state.pause()
     return Response(b'{"checkpoints":[%b]}' % b",".join(parts), media_type="application/json")
@@ -213,13 +240,13 @@ def _encoded_checkpoints(rows: Sequence[CheckpointRow], sdk: str | None) -> list
     return [msgspec.json.encode(_checkpoint(row, sdk)) for row in rows]
 
 
-@routes.get("/checkpoints", dependencies=[room_for()])
+@routes.get("/checkpoints", dependencies=[LISTING, room_for()])
 async def checkpoints(
     service: Service, owner: Owner, limit: Limit = 100, offset: Offset = 0, sdk: SdkVersion = None
 ) -> Response:
-    store = service.context.store
-    rows = await store.read(list_checkpoints, owner.id, None, Page(limit, offset=offset))
-    total = await store.read(count_checkpoints, owner.id)
+    store, now = service.context.store, service.context.clock.time()
+    rows = await store.read(list_checkpoints, owner.id, None, Page(limit, offset=offset), now)
+    total = await store.read(count_checkpoints, owner.id, now)
 
     def response() -> Response:
         shown = [_checkpoint(row, sdk) for row in rows]
@@ -230,6 +257,7 @@ async def checkpoints(
 
 @routes.delete("/training_runs/{run}/checkpoints/{kind}/{name}", status_code=204)
 async def delete_checkpoint(service: Service, owner: Owner, run: str, kind: str, name: str) -> Response:
+    await find_checkpoint(service.context, owner.id, f"{SCHEME}{run}/{kind}/{name}")
     await service.controller.sessions.delete_checkpoint(owner.id, run, kind, name)
     return Response(status_code=204)
 
@@ -237,8 +265,9 @@ async def delete_checkpoint(service: Service, owner: Owner, run: str, kind: str,
 @routes.put("/training_runs/{run}/checkpoints/{kind}/{name}/ttl", status_code=204)
 async def set_ttl(service: Service, owner: Owner, run: str, kind: str, name: str, request: Request) -> Response:
     ttl = schemas.check_ttl((await schemas.CheckpointTtl.read(request)).ttl_seconds)
-    expires = None if ttl is None else service.context.clock.time() + ttl
-    await service.context.store.write(expire_checkpoint, owner.id, run, kind, name, expires)
+    now = service.context.clock.time()
+    expires = None if ttl is None else now + ttl
+    await service.context.store.write(expire_checkpoint, owner.id, run, kind, name, expires, now)
     return Response(status_code=204)
 
 
@@ -255,14 +284,14 @@ async def external_urls(service: Service, owner: Owner, run: str, kind: str, nam
     """Addresses of a PEFT folder's files, valid for :data:`TICKET_SECONDS` without a key."""
     if kind != "external_weights":
         raise UserError(f"{kind}/{name} was not saved for downloading; save_weights_external does")
-    base, expires = await _grant(service, owner, f"tinker://{run}/{kind}/{name}", request)
+    base, expires = await _grant(service, owner, f"{SCHEME}{run}/{kind}/{name}", request)
     return json_response({"urls": {file: f"{base}/{file}" for file in ADAPTER_FILES}, "expires": expires})
 
 
 @routes.get("/training_runs/{run}/checkpoints/{kind}/{name}/archive")
 async def archive_url(service: Service, owner: Owner, run: str, kind: str, name: str, request: Request) -> Response:
     """Address of any checkpoint's PEFT folder as one tar, for SDKs older than ``external_weights_urls``."""
-    base, expires = await _grant(service, owner, f"tinker://{run}/{kind}/{name}", request)
+    base, expires = await _grant(service, owner, f"{SCHEME}{run}/{kind}/{name}", request)
     return json_response({"url": f"{base}/{ARCHIVE}", "expires": expires})
 
 
@@ -306,7 +335,7 @@ def _checkpoint(row: CheckpointRow, sdk: str | None = None) -> dict[str, Any]:
         "tinker_path": row.path,
         "size_bytes": row.size,
         "public": False,
-        "user_metadata": row.about or None,
+        "user_metadata": _texts(row.about) or None,
         "expires_at": None if row.expires is None else _time(row.expires),
     }
 
@@ -330,8 +359,14 @@ def _run(
         "last_request_time": _time(row.used),
         "last_checkpoint": newest("weights"),
         "last_sampler_checkpoint": newest("sampler_weights"),
-        "user_metadata": row.about or None,
+        "user_metadata": _texts(row.about) or None,
     }
+
+
+def _texts(about: Mapping[str, Any]) -> dict[str, str]:
+    """A client's own metadata as its SDK reads it, which takes any value and returns texts: another value is written
+    as JSON. One that it does not read would hide the whole list."""
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
 
 
 def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:

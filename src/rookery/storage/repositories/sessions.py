@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, bindparam, delete, exists, func, not_, or_, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, delete, exists, func, not_, or_, select, update
 
 from rookery.errors import Conflict, NotFound
 from rookery.storage.columns import (
@@ -234,13 +234,19 @@ def save_checkpoint(
     key = {"model": row.model, "kind": row.kind, "name": row.name}
     known = find(connection, CheckpointRow, **key)
     if known is not None and not overwrite:
-        raise Conflict(f"{row.path} exists already; choose another name, or overwrite")
+        over = known.expires is not None and known.expires <= row.created
+        state = "has expired and is about to be deleted" if over else "exists already"
+        raise Conflict(f"{row.path} {state}; choose another name, or overwrite")
     connection.execute(delete(CheckpointRow).filter_by(**key))
     add(connection, row)
     if outcome is not None:
         _write_outcome(connection, *outcome, row.created)
         _pass_over(connection, outcome[0])
     return unnamed(connection, known.hash) if known is not None else None
+
+
+def _unexpired(at: float) -> ColumnElement[bool]:
+    return or_(CheckpointRow.expires.is_(None), CheckpointRow.expires > at)
 
 
 def get_checkpoint(connection: Connection, tenant: str, model: str, kind: str, name: str) -> CheckpointRow:
@@ -250,12 +256,13 @@ def get_checkpoint(connection: Connection, tenant: str, model: str, kind: str, n
 
 
 def list_checkpoints(
-    connection: Connection, tenant: str, model: str | None = None, page: Page | None = None
+    connection: Connection, tenant: str, model: str | None = None, page: Page | None = None, at: float | None = None
 ) -> list[CheckpointRow]:
-    """Newest first; those of one model where it is given."""
+    """Newest first; those of one model where it is given. ``at``: without those that have expired by then."""
     key = {"tenant": tenant} | ({} if model is None else {"model": model})
     order = (CheckpointRow.created, CheckpointRow.model, CheckpointRow.kind, CheckpointRow.name)
-    return page_of(connection, CheckpointRow, order, page, descending=True, **key)
+    there = () if at is None else (_unexpired(at),)
+    return page_of(connection, CheckpointRow, order, page, *there, descending=True, **key)
 
 
 def checkpoint_cursor(row: CheckpointRow) -> tuple[float, str, str, str]:
@@ -263,15 +270,17 @@ def checkpoint_cursor(row: CheckpointRow) -> tuple[float, str, str, str]:
     return row.created, row.model, row.kind, row.name
 
 
-def count_checkpoints(connection: Connection, tenant: str) -> int:
-    return connection.execute(select(func.count()).select_from(CheckpointRow).filter_by(tenant=tenant)).scalar_one()
+def count_checkpoints(connection: Connection, tenant: str, at: float) -> int:
+    """Without those that have expired at the time ``at``."""
+    query = select(func.count()).select_from(CheckpointRow).where(_unexpired(at)).filter_by(tenant=tenant)
+    return connection.execute(query).scalar_one()
 
 
 def newest_checkpoints(
-    connection: Connection, tenant: str, models: Sequence[str]
+    connection: Connection, tenant: str, models: Sequence[str], at: float
 ) -> dict[tuple[str, CheckpointKind], CheckpointRow]:
-    """The newest checkpoint of each kind of these models."""
-    mine = (CheckpointRow.tenant == tenant) & CheckpointRow.model.in_(models)
+    """The newest checkpoint of each kind of these models that has not expired at the time ``at``."""
+    mine = (CheckpointRow.tenant == tenant) & CheckpointRow.model.in_(models) & _unexpired(at)
     rank = func.row_number().over(
         partition_by=(CheckpointRow.model, CheckpointRow.kind),
         order_by=(CheckpointRow.created.desc(), CheckpointRow.name.desc()),
@@ -284,17 +293,19 @@ def newest_checkpoints(
 
 
 def expire_checkpoint(
-    connection: Connection, tenant: str, model: str, kind: str, name: str, expires: float | None
+    connection: Connection, tenant: str, model: str, kind: str, name: str, expires: float | None, at: float
 ) -> None:
-    """Set when it expires; None is never. Raises :class:`NotFound`."""
+    """Set when it expires; None is never. Raises :class:`NotFound`, also for one that has expired at the time
+    ``at``."""
     key = {"model": model, "kind": kind, "name": name, "tenant": tenant}
-    if connection.execute(update(CheckpointRow).filter_by(**key).values(expires=expires)).rowcount == 0:
+    mine = update(CheckpointRow).where(_unexpired(at)).filter_by(**key)
+    if connection.execute(mine.values(expires=expires)).rowcount == 0:
         raise NotFound(f"no checkpoint tinker://{model}/{kind}/{name}")
 
 
 def expired_checkpoints(connection: Connection, time: float) -> list[CheckpointRow]:
     """Of every tenant."""
-    return rows(connection, CheckpointRow, CheckpointRow.expires < time)
+    return rows(connection, CheckpointRow, CheckpointRow.expires <= time)
 
 
 def delete_checkpoint(connection: Connection, tenant: str, model: str, kind: str, name: str) -> str | None:
