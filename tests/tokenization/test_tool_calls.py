@@ -16,6 +16,7 @@ from rookery.simulation.fakes.text import byte_tokenizer
 from rookery.tokenization.call_readers import READERS, CallReader, ForcedReader, Piece
 from rookery.tokenization.call_values import ToolCall, read_json
 from rookery.tokenization.chat import Chat
+from rookery.tokenization.grammar import GrammarTokenizer
 from rookery.tokenization.reply_schemas import forced_schema
 from rookery.tokenization.tool_calls import message_key, style_of
 
@@ -376,6 +377,32 @@ def test_schema_of_a_forced_call_is_one_of_its_tools() -> None:
         matcher = grammars.matcher(json.dumps(forced_schema(tools)))
         accepted = matcher.consume_tokens(made(QWEN).encode(json.dumps(call))) and matcher.is_accepting()
         assert accepted == fits, (call, matcher.get_error())
+
+
+OPENINGS = sorted({reader.opening for reader in READERS.values() if reader.opening})
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("opening", OPENINGS)
+def test_a_reply_follows_its_schema_unless_it_begins_with_a_call(opening: str, special: bool) -> None:
+    """Of a model that writes the mark of a call in letters, and of one that has special tokens for it."""
+    tokenizer = byte_tokenizer()
+    if special:
+        tokenizer.add_special_tokens(re.findall(r"<[^<>]+>|\[[A-Z_]+\]", opening))
+    grammars = GrammarTokenizer(tokenizer, tokenizer.get_vocab_size(), [2])
+    schema = json.dumps({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})
+    for text, fits in (
+        ('{"ok": true}', True),
+        (opening, True),
+        (f"{opening}any{opening} <text>\n", True),
+        ('{"ok": true}' + opening, False),
+        (f"I {opening}", False),
+        ("{}", False),
+    ):
+        matcher, tokens = grammars.matcher(schema, opening), tokenizer.encode(text, add_special_tokens=False).ids
+        assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == fits, text
+    plain, tokens = grammars.matcher(schema), tokenizer.encode(opening, add_special_tokens=False).ids
+    assert plain.try_consume_tokens(tokens) < len(tokens)
 
 
 @pytest.mark.parametrize("parameters", [{"$defs": []}, {"definitions": 1}, {"properties": {"x": {"properties": None}}}])

@@ -240,6 +240,8 @@ class LogitsParams(Struct, kw_only=True):
     """With each sampled token, how many of the likeliest tokens in its place are returned."""
     schema: str = ""
     """The text is JSON of this schema, or the beginning of it where it is cut off; empty: any text."""
+    unless: str = ""
+    """A text that begins with this one, such as a call of a tool, follows no schema; empty: each does."""
 
 
 TEXT_PARAMETERS = (

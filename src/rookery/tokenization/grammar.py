@@ -61,19 +61,33 @@ class GrammarTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, ends: Sequence[int]) -> None:
         """``vocabulary``: the number of logits; ``ends``: tokens that may end a complete reply."""
+        self._plain = tokenizer
         self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocabulary, eos_token=list(ends) or None)
 
-    def matcher(self, schema: str) -> LLMatcher:
-        """The state at the start of a reply to a JSON schema. Raises :class:`UserError` for a schema that is not valid
-        or has a keyword that cannot be followed."""
-        return _matcher(self._tokenizer, schema)
+    def matcher(self, schema: str, unless: str = "") -> LLMatcher:
+        """The state at the start of a reply to a JSON schema, or one that begins with the text ``unless`` and continues
+        as it likes. Raises :class:`UserError` for a schema that is not valid or has a keyword that cannot be
+        followed."""
+        return _matcher(self._tokenizer, schema, self._mark(unless) if unless else "")
+
+    def _mark(self, text: str) -> str:
+        """A text as grammars have it: where it has special tokens, by its tokens."""
+        tokens: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        if any(map(self._tokenizer.is_special_token, tokens)):
+            return " ".join(f"<[{token}]>" for token in tokens)
+        return json.dumps(text, ensure_ascii=False)
 
 
-def _matcher(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
+def _matcher(tokenizer: LLTokenizer, schema: str, mark: str = "") -> LLMatcher:
     try:
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)
     except ValueError as error:
         raise UserError(f"the schema is not a JSON schema: {_line(error)}") from None
+    if mark:
+        whole = json.loads(grammar)
+        either = f"start: @{whole['grammars'][0]['name']} | free\nfree: {mark} <[*]>*\n"
+        whole["grammars"].insert(0, {"name": "reply", "lark_grammar": either})
+        grammar = json.dumps(whole)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
         raise UserError(f"{NOT_FOLLOWED}: {_line(matcher.get_error())}")
@@ -111,10 +125,11 @@ class GrammarLost(Exception):
 class Grammar:
     """A compiled grammar, the same for all replies that follow it. Safe to use from several threads."""
 
-    def __init__(self, tokenizer: GrammarTokenizer, schema: str) -> None:
-        """Raises :class:`UserError` as :meth:`GrammarTokenizer.matcher`, and for one that no reply can begin."""
+    def __init__(self, tokenizer: GrammarTokenizer, schema: str, unless: str = "") -> None:
+        """As :meth:`GrammarTokenizer.matcher`. Raises :class:`UserError` as that, and for one that no reply can
+        begin."""
         began = time.thread_time()
-        self._first = tokenizer.matcher(schema)
+        self._first = tokenizer.matcher(schema, unless)
         self._first.compute_bitmask()  # the copies have it
         if self._first.is_error():
             raise UserError(f"{REPLY_FAILED}: {_line(self._first.get_error())}")

@@ -364,7 +364,8 @@ class GenerationManager:
             self._grammars = await self._compute.call(lambda core: core.grammars, touches="engine")
         if self._grammars is None:
             return None
-        return await self._grammars.reply(generate.tenant, generate.logits.schema, generate.prefix_tokens)
+        logits = generate.logits
+        return await self._grammars.reply(generate.tenant, logits.schema, generate.prefix_tokens, logits.unless)
 
     def _schedule_switch(self, held: HeldRequest, switch: protocol.SwitchAdapter) -> None:
         held.pending_switch = switch

@@ -36,50 +36,50 @@ class Grammars:
         self._threads = TenantThreads(1, "grammar")
         self._lowered = False
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
-        """By tenant and schema, the one used longest ago first."""
+        self._kept: OrderedDict[tuple[str, str, str], Grammar] = OrderedDict()
+        """By tenant, schema and the text that frees of it, the one used longest ago first."""
         self.prepared = 0
         """By the thread, since the start."""
 
-    async def reply(self, tenant: str, schema: str, tokens: Sequence[int]) -> ReplyGrammar:
-        """The state of a reply to a tenant's schema after its first ``tokens``. Raises
-        :class:`~rookery.errors.UserError` as :class:`Grammar`."""
-        kept = self._find(tenant, schema)
+    async def reply(self, tenant: str, schema: str, tokens: Sequence[int], unless: str = "") -> ReplyGrammar:
+        """The state of a reply to a tenant's schema, or one that begins with ``unless``, after its first ``tokens``.
+        Raises :class:`~rookery.errors.UserError` as :class:`Grammar`."""
+        kept = self._find((tenant, schema, unless))
         if kept is not None and not tokens:
             return ReplyGrammar(kept)
         with work_of(tenant):
-            return await self._threads(self._prepare, tenant, schema, tokens)
+            return await self._threads(self._prepare, (tenant, schema, unless), tokens)
 
     def memory(self) -> MemoryUse:
         """Of the grammars that are kept, by estimate."""
         with self._lock:
             return MemoryUse(sum(grammar.bytes for grammar in self._kept.values()), KEPT_BYTES)
 
-    def _find(self, tenant: str, schema: str) -> Grammar | None:
+    def _find(self, key: tuple[str, str, str]) -> Grammar | None:
         with self._lock:
-            grammar = self._kept.get((tenant, schema))
+            grammar = self._kept.get(key)
             if grammar is None or grammar.failed_by is not None:
                 return None
-            self._kept.move_to_end((tenant, schema))
+            self._kept.move_to_end(key)
             return grammar
 
-    def _prepare(self, tenant: str, schema: str, tokens: Sequence[int]) -> ReplyGrammar:
+    def _prepare(self, key: tuple[str, str, str], tokens: Sequence[int]) -> ReplyGrammar:
         """In the thread."""
         if not self._lowered:
             lower_thread_priority(LOW_PRIORITY)
             self._lowered = True
-        grammar = self._find(tenant, schema)
+        grammar = self._find(key)
         if grammar is None:
-            grammar = Grammar(self._tokens(), schema)
-            self._keep(tenant, schema, grammar)
+            grammar = Grammar(self._tokens(), *key[1:])
+            self._keep(key, grammar)
         reply = ReplyGrammar(grammar, tokens)
         self.prepared += 1
         return reply
 
-    def _keep(self, tenant: str, schema: str, grammar: Grammar) -> None:
+    def _keep(self, key: tuple[str, str, str], grammar: Grammar) -> None:
         with self._lock:
-            self._kept[tenant, schema] = grammar
-            self._kept.move_to_end((tenant, schema))
+            self._kept[key] = grammar
+            self._kept.move_to_end(key)
             used = sum(kept.bytes for kept in self._kept.values())
             while used > KEPT_BYTES and len(self._kept) > 1:
                 used -= self._kept.popitem(last=False)[1].bytes
