@@ -167,17 +167,21 @@ def test_tickets_are_compared_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_every_response_has_the_headers_that_browsers_heed(secured: EmbeddedService) -> None:
     with httpx.Client(base_url=secured.url, verify=False, timeout=60) as http:  # its certificate is the test's own
-        for path, status in (
-            ("/docs", 200),
-            ("/healthz", 200),
-            ("/api/v1/jobs", 401),
-            ("/nothing", 404),
-            ("/v1/x", 401),
+        for method, path, status in (
+            ("GET", "/docs", 200),
+            ("GET", "/docs/", 200),
+            ("HEAD", "/healthz", 200),
+            ("GET", "/api/v1/jobs", 401),
+            ("GET", "/nothing", 404),
+            ("GET", "/v1/x", 401),
+            ("POST", "/healthz", 405),
+            ("OPTIONS", "/v1/models", 405),
+            ("GET", "/wire/worker", 426),
         ):
-            response = http.get(path)
+            response = http.request(method, path)
             policy = response.headers["content-security-policy"]
             assert response.status_code == status and "default-src 'none'" in policy
-            assert ("script-src" in policy) == (path == "/docs") and "frame-ancestors 'none'" in policy
+            assert ("script-src" in policy) == path.startswith("/docs") and "frame-ancestors 'none'" in policy
             assert response.headers["x-content-type-options"] == "nosniff"
             assert (response.headers["x-frame-options"], response.headers["referrer-policy"]) == ("DENY", "no-referrer")
 

@@ -58,7 +58,6 @@ def build(context: ServiceContext) -> FastAPI:
     app.state.context, app.state.sockets = context, SOCKETS
     responses.add_exception_handlers(app)
     app.add_middleware(BodyLimit)
-    app.add_middleware(SecurityHeaders, page=page.page_policy(page.FILES["index.html"]))
     app.add_middleware(TimeKeeper)
     routers = [
         agents.routes,  # before the actions of jobs
@@ -87,6 +86,7 @@ def build(context: ServiceContext) -> FastAPI:
     mounted = [("", route) for route in [*app.routes, *(route for router in routers for route in router.routes)]]
     mounted += _mount_tinker(app, context)
     app.add_middleware(RequestMethods, routes=mounted)
+    app.add_middleware(SecurityHeaders, page=page.page_policy(page.FILES["index.html"]))  # the outermost: of each one
     return app
 
 

@@ -292,7 +292,7 @@ class SecurityHeaders:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def headed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                policy = self._policies.get(scope["path"], POLICY)
+                policy = self._policies.get(scope["path"].rstrip("/") or "/", POLICY)
                 message = {**message, "headers": [*message["headers"], *HEADERS, (b"content-security-policy", policy)]}
             await send(message)
 
