@@ -179,6 +179,22 @@ async def test_async_client_runs_many_streams_at_once(face: Open) -> None:
     assert texts[7] == face.chat(max_tokens=16).choices[0].message.content
 
 
+def test_proxies_are_asked_to_pass_events_on_as_they_come(face: Open) -> None:
+    """By default nginx keeps them back until it has some kilobytes, and others compress them."""
+    asked: dict[str, Any] = {"model": face.base, "stream": True}
+    streams = [
+        ("POST", "/v1/chat/completions", {**asked, "messages": HELLO, "max_tokens": 2}),
+        ("POST", "/v1/completions", {**asked, "prompt": "x", "max_tokens": 2}),
+        ("POST", "/v1/responses", {**asked, "input": "x", "max_output_tokens": 2}),
+        ("GET", f"/api/v1/jobs/{face.job}/metrics/stream", None),
+    ]
+    for method, path, body in streams:
+        response = face.http.request(method, path, json=body).raise_for_status()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["x-accel-buffering"] == "no", path
+        assert response.headers["cache-control"] == "no-store, no-transform", path
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_text_ends_before_the_stop_string(face: Open, stream: bool) -> None:
     text = face.text(max_tokens=60).choices[0].text

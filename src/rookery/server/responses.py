@@ -130,6 +130,17 @@ class Stream(StreamingResponse):
         await charged(super().stream_response(paused))
 
 
+class EventStream(Stream):
+    """A response of server-sent events. A proxy passes each on as it comes: nginx and those that read its header keep
+    none back, and none compresses them, which would need several. Nothing stores them."""
+
+    media_type = "text/event-stream"
+
+    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
+        unchanged = {"Cache-Control": "no-store, no-transform", "X-Accel-Buffering": "no"}
+        super().init_headers({**(headers or {}), **unchanged})
+
+
 def event_data(data: bytes) -> bytes:
     """The last line of a server-sent event, whose ``data`` is JSON, and its end. Characters at which clients such as
     httpx end a line are escaped; in JSON they stand in strings only."""

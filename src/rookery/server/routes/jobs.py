@@ -41,7 +41,7 @@ from rookery.errors import NotFound
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext, room_for
 from rookery.server.paging import Limit, Paged, encoded_page, mark_next
 from rookery.server.peft_archive import pack, unpack
-from rookery.server.responses import ERRORS, Stream, encoded_view, event_data, uploaded
+from rookery.server.responses import ERRORS, EventStream, Stream, encoded_view, event_data, uploaded
 from rookery.server.schemas import (
     MetricsRow,
     RunPage,
@@ -192,7 +192,7 @@ def _encoded_metrics(row: dict[str, Any]) -> bytes:
     return encoded_view(MetricsRow.model_validate(row), exclude_unset=True)
 
 
-@routes.get("/jobs/{job}/metrics/stream", response_class=Stream, tags=["results"])
+@routes.get("/jobs/{job}/metrics/stream", response_class=EventStream, tags=["results"])
 async def metrics_stream(
     service: Service,
     job: OfJob,
@@ -206,7 +206,7 @@ async def metrics_stream(
     if last is not None and (found := LAST_ROW.fullmatch(last)):
         after, time = int(found[1]), float(found[2] or "inf")
     events = _follow_job(service, job.tenant, job.id, after, time)
-    return Stream(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    return EventStream(events)
 
 
 @routes.get("/jobs/{job}/events", response_model=list[JobEvent], tags=["results"])

@@ -46,7 +46,15 @@ from rookery.server.openai import (
 )
 from rookery.server.openai_responses import ResponsesFormat, ResponsesRequest
 from rookery.server.responses import ERRORS as SERVICE_ERRORS
-from rookery.server.responses import METHODS, Stream, event_data, first_problem, json_response, problem, retry_headers
+from rookery.server.responses import (
+    METHODS,
+    EventStream,
+    event_data,
+    first_problem,
+    json_response,
+    problem,
+    retry_headers,
+)
 from rookery.server.token_face import TokenFormat, TokenRequest
 from rookery.storage.columns import Page
 from rookery.tokenization.call_readers import READERS, CallReader, ForcedReader
@@ -410,7 +418,7 @@ async def _streamed(
 
     if not await unless(disconnected(request), begun()):
         return Response(status_code=CLIENT_GONE)
-    return ClosingStream(growth, events, {**headers, "Cache-Control": "no-store"})
+    return ClosingStream(growth, events, headers)
 
 
 async def _whole(
@@ -653,11 +661,11 @@ async def _response_events(
         yield form.failed(body)
 
 
-class ClosingStream(Stream):
+class ClosingStream(EventStream):
     """The events of a generation, which is closed when the response ends, however it ends."""
 
     def __init__(self, growth: Growth, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
-        super().__init__(events, headers=headers, media_type="text/event-stream")
+        super().__init__(events, headers=headers)
         self._growth, self._events = growth, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
