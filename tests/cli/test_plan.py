@@ -13,14 +13,15 @@ import pytest
 import torch
 import typer
 import yaml
-from tests.scheduling.test_plan import machine
+from tests.scheduling.test_plan import DEMAND, machine
 from tests.support.small_model import save_small_model
 
 from rookery.cli import app, main
 from rookery.cli.plan import MEASURED_SLOWER, UNMEASURED, add_entry, command, demands_of
 from rookery.errors import UserError
 from rookery.scheduling.plan.predict import devices_of, plan_of, predict
-from rookery.spec.fleet import FleetSpec, read_fleet, read_plan
+from rookery.simulation.planned import simulate_plan
+from rookery.spec.fleet import FleetSpec, Link, read_fleet, read_plan
 from rookery.spec.parsing import parse_job
 from rookery.worker.memory import divide
 from rookery.worker.profile import shares
@@ -82,6 +83,19 @@ def test_a_plan_is_simulated_with_the_context_of_the_machines_that_generate(
     assert code(["plan", "--workers", str(path), "--jobs", files[1], "--simulate", "--json"]) == exit_code
     found = capsys.readouterr()
     assert says in found.out + found.err and "Traceback" not in found.err
+
+
+def test_a_slow_link_to_the_service_takes_its_time_in_a_simulation() -> None:
+    demand = DEMAND.model_copy(update={"groups_per_step": 1, "micro_batch": 0})
+    seconds = []
+    for bandwidth in (1e9, 1e6):
+        link = Link(between=("", "far"), bandwidth=bandwidth, latency=0.0)
+        fleet = FleetSpec(machines=[machine("near"), machine("away", site="far")], links=[link])
+        devices = devices_of(fleet)
+        found = predict(fleet, devices, [demand], ("train", "rollout"))
+        seconds.append(simulate_plan(plan_of(fleet, devices, [demand], found), steps=1))
+    pull = machine("away").adapter_bytes / 1e6
+    assert seconds[1] - seconds[0] == pytest.approx(pull, rel=0.1)
 
 
 def test_plan_refuses_what_it_cannot_plan_in_one_line(

@@ -20,7 +20,7 @@ from rookery.simulation.clock import run
 from rookery.simulation.fakes.service import MEMORY, SimulatedService, modelled_job
 from rookery.simulation.fakes.text import LongTailed
 from rookery.simulation.fakes.worker import FakeWorker
-from rookery.spec.fleet import JobDemand, Plan
+from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Plan
 from rookery.storage.models import FINAL_JOB_STATES
 
 ENVIRONMENT = "planned"
@@ -42,7 +42,7 @@ def simulate_plan(plan: Plan, *, steps: int = 6, seed: int = 0) -> float:
 
 async def _play(plan: Plan, steps: int, seed: int, folder: Path) -> float:
     plan = plan.model_copy(update={"model": ""})  # simulated workers have another one
-    machines = {device.name: device.machine for device in devices_of(plan.fleet)}
+    machines = {device.name: _linked(plan.fleet, device.machine) for device in devices_of(plan.fleet)}
     started = [
         Device(
             worker.name,
@@ -63,6 +63,15 @@ async def _play(plan: Plan, steps: int, seed: int, folder: Path) -> float:
                 of[row.get("policy", "")].append(row["time"])
             times.extend(of.values())
     return max((of[-1] - of[WARM_UP - 1]) / steps for of in times)
+
+
+def _linked(fleet: FleetSpec, machine: FleetMachine) -> FleetMachine:
+    """The machine with its transfers to and from the service over the link between their sites."""
+    link = fleet.link(machine.site, fleet.service)
+    if link is None:
+        return machine
+    rates = {name: min(getattr(machine, name), link.bandwidth) for name in ("download", "upload")}
+    return machine.model_copy(update=rates | {"latency": machine.latency + link.latency})
 
 
 async def _ended(controller: Controller, tenant: str, job: str) -> JobView:
