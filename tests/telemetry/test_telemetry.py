@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
+from tests.support.waiting import until
 
 from rookery.errors import UserError
 from rookery.settings import Settings
@@ -185,6 +187,37 @@ def test_full_disk_loses_log_lines_only(tmp_path: Path) -> None:
     with log.logging_to([handler], "INFO"):
         path.symlink_to("/dev/full")
         logging.getLogger("rookery.test").info("lost")
+
+
+@pytest.mark.parametrize("gone", ["deleted", "renamed", "folder deleted", "folder renamed", "replaced", "kept"])
+def test_a_log_file_without_its_name_is_made_again(gone: str, tmp_path: Path) -> None:
+    """An operator deletes it, or logrotate renames it, while the service runs."""
+    path, other = tmp_path / "logs" / "service.jsonl", tmp_path / "other"
+    logger, writes = logging.getLogger("rookery.test"), log.file_handler(path)
+
+    def last() -> str:
+        return str(json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["message"])
+
+    with log.logging_to([writes], "INFO"):
+        logger.info("first")
+        until(lambda: path.exists() and path.read_text(encoding="utf-8").endswith("\n"))
+        match gone:
+            case "deleted":
+                path.unlink()
+            case "renamed":
+                path.rename(other)
+            case "folder deleted":
+                shutil.rmtree(path.parent)
+            case "folder renamed":
+                path.parent.rename(other)
+            case "replaced":
+                other.touch()
+                other.replace(path)
+        logger.info("second")
+        until(lambda: path.exists() and path.read_text(encoding="utf-8").endswith("\n") and last() == "second")
+        logger.info("third")
+    assert last() == "third"
+    assert path.read_text(encoding="utf-8").count("\n") == (3 if gone == "kept" else 2)
 
 
 def test_job_table_shows_progress_and_exports_to_svg() -> None:

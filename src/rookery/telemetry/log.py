@@ -11,11 +11,13 @@ import contextlib
 import copy
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from pathlib import Path
 from queue import Full, Queue
@@ -146,7 +148,27 @@ class _Terminal(_Abandonable, _Stream):
 
 
 class _File(_Abandonable, RotatingFileHandler):
-    """A line that cannot be written because the disk is full is dropped; other code reports the full disk."""
+    """A line that cannot be written because the disk is full is dropped; other code reports the full disk. A file that
+    somebody deletes or renames, or whose folder is deleted, is made again for the next line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):  # a line in the buffer is dropped
+            if self.stream is not None and not self._has_name(self.stream.fileno()):
+                stream, self.stream = self.stream, None
+                stream.close()
+        super().emit(record)
+
+    def _has_name(self, descriptor: int) -> bool:
+        """Whether the open file is the one of the handler's name."""
+        try:
+            named = os.stat(self.baseFilename)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(named, os.fstat(descriptor))
+
+    def _open(self) -> TextIOWrapper:
+        os.makedirs(os.path.dirname(self.baseFilename), exist_ok=True)
+        return super()._open()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the standard library's name
         if not isinstance(sys.exception(), OSError):
@@ -195,7 +217,7 @@ class _Writing(QueueListener):
 
 def file_handler(path: Path) -> logging.Handler:
     """JSON lines in ``path``, rotated. The folder is created."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)  # here too: a start reports a folder that cannot be made
     handler = _File(path, maxBytes=FILE_BYTES, backupCount=FILES - 1, encoding="utf-8", delay=True)
     handler.setFormatter(JsonLines())
     return handler
