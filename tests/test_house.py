@@ -31,6 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "bounds": set(),
     "turns": {"children"},
+    "tenant_loop": {"turns"},
     "clock": set(),
     "children": set(),
     "lines": set(),
@@ -48,8 +49,8 @@ ARROWS: dict[str, set[str]] = {
     "tokenization": {"errors", "folders"},
     "storage": {"errors", "folders", "turns", "network", "pace", "protocol", "spec"},
     "environments": {
-        "errors", "aio", "children", "bounds", "folders", "network", "settings", "protocol", "spec", "telemetry.log",
-        "tokenization.written",
+        "errors", "aio", "children", "bounds", "turns", "tenant_loop", "folders", "network", "settings", "protocol",
+        "spec", "telemetry.log", "tokenization.written",
     },
     "controller": {
         "errors", "aio", "clock", "bounds", "turns", "network", "settings", "protocol", "spec", "algorithms",
@@ -64,7 +65,7 @@ ARROWS: dict[str, set[str]] = {
         "errors", "aio", "folders", "lines", "network", "pace", "settings", "spec", "environments",
         "storage.data_dir", "telemetry.numbers",
     },
-    "cluster": {"errors", "aio", "children", "machine", "network", "settings", "tokenization"},
+    "cluster": {"errors", "aio", "children", "turns", "machine", "network", "settings", "tokenization"},
     "simulation": {
         "errors", "aio", "clock", "folders", "settings", "protocol", "spec", "scheduling", "tokenization", "storage",
         "controller", "environments", "algorithms",

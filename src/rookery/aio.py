@@ -109,10 +109,15 @@ async def close_within(close: Callable[[], object], name: str, seconds: float = 
         log.warning("%s: a call has not ended after %.0f s, and is left behind", name, seconds)
 
 
-def run_to_end(work: Coroutine[Any, Any, None], codes: Callable[[Exception], tuple[int, str]]) -> None:
+def run_to_end(
+    work: Coroutine[Any, Any, None],
+    codes: Callable[[Exception], tuple[int, str]],
+    loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+) -> None:
     """Run the main part of a process. Calls in threads that asyncio waits for have :data:`END_SECONDS` to end
     afterwards. If one of them does not, the process ends without it, with the code and the line that ``codes`` gives
-    for the error, or as Python would end it for SystemExit and KeyboardInterrupt; 0 without one."""
+    for the error, or as Python would end it for SystemExit and KeyboardInterrupt; 0 without one. ``loop`` makes the
+    event loop."""
     code, line = 0, ""
 
     def end() -> None:
@@ -121,7 +126,7 @@ def run_to_end(work: Coroutine[Any, Any, None], codes: Callable[[Exception], tup
         logging.shutdown()
         os._exit(code)
 
-    runner, timer = asyncio.Runner(), threading.Timer(END_SECONDS, end)
+    runner, timer = asyncio.Runner(loop_factory=loop), threading.Timer(END_SECONDS, end)
     timer.daemon = True
     try:
         runner.run(work)
@@ -256,10 +261,17 @@ class BackgroundTasks:
 
 class LoopThread:
     """A thread with its own event loop, which runs ``work(stopping)`` until that returns; ``stopping`` is set by
-    :meth:`stop`. As a ``daemon`` it does not delay the end of the process."""
+    :meth:`stop`. As a ``daemon`` it does not delay the end of the process. ``loop`` makes the event loop."""
 
-    def __init__(self, name: str, work: Callable[[asyncio.Event], Coroutine[Any, Any, None]], *, daemon: bool) -> None:
-        self._loop = asyncio.new_event_loop()
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[asyncio.Event], Coroutine[Any, Any, None]],
+        *,
+        daemon: bool,
+        loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+    ) -> None:
+        self._loop = loop()
         self._stopping = asyncio.Event()
         self._work = work
         self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)

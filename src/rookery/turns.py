@@ -1,7 +1,8 @@
 """Whose work a task does, and lines and threads in which tenants take turns.
 
 * :data:`TENANT` names the tenant for whom the current task works: the one whose key a request brought, or the owner of
-  the job that runs. It is empty for the service's own work. Tasks inherit it; :func:`work_of` changes it.
+  the job that runs. It is empty for the service's own work. Tasks inherit it; :func:`work_of` changes it, and
+  :func:`service_task` starts one that does not inherit it.
 * :class:`TenantLines` holds what waits: in order for each tenant, and the tenants take turns.
 * :class:`TenantThreads` runs blocking calls, one at a time for each tenant, and the tenants take turns. A tenant with
   a thousand slow calls delays another one by a single call, and the service's own calls by none.
@@ -39,6 +40,13 @@ def work_of(tenant: str) -> Iterator[None]:
         yield
     finally:
         TENANT.reset(turn)
+
+
+def service_task(work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
+    """A task of the service's own work, whose result several tenants wait for: the tenant whose work starts it must not
+    delay it."""
+    with work_of(""):
+        return asyncio.create_task(work, name=name)
 
 
 class TenantLines(Generic[T]):

@@ -32,10 +32,10 @@ from rookery.environments.agent import LLM, Agent
 from rookery.environments.base import Environment, Reply, Split, Step
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.episodes import Episodes, UserCodeExecutor
-from rookery.environments.foreign.pool import calling_tenant
 from rookery.environments.host import Host, Hosted
 from rookery.environments.models import ModelAnswer, ModelQuestion
 from rookery.errors import EXIT_REFUSED, UserError
+from rookery.turns import TENANT
 
 
 class Controller:
@@ -185,18 +185,21 @@ class SaysTenant(Environment):
     """Its messages name the tenant whose call each method serves."""
 
     def __init__(self) -> None:
-        self.built_for = calling_tenant.get()
+        self.built_for = TENANT.get()
 
     def prompts(self, split: str) -> list[str]:
-        return [self.built_for, calling_tenant.get()]
+        return [self.built_for, TENANT.get()]
 
     async def reset(self, prompt: Any, seed: int) -> list[dict[str, str]]:
-        return [{"role": "user", "content": f"{self.built_for} {calling_tenant.get()}"}]
+        return [{"role": "user", "content": f"{self.built_for} {TENANT.get()}"}]
+
+    def step(self, reply: Reply) -> Step:
+        return Step(messages=[{"role": "user", "content": f"{self.built_for} {TENANT.get()}"}])
 
 
 class SaysTenantInThread(SaysTenant):
     def reset(self, prompt: Any, seed: int) -> list[dict[str, str]]:  # type: ignore[override]
-        return [{"role": "user", "content": f"{self.built_for} {calling_tenant.get()}"}]
+        return [{"role": "user", "content": f"{self.built_for} {TENANT.get()}"}]
 
 
 async def test_each_method_knows_the_tenant_that_calls() -> None:
@@ -209,6 +212,7 @@ async def test_each_method_knows_the_tenant_that_calls() -> None:
                 begun = reset(f"{name}-{tenant}", name)
                 begun.tenant = tenant
                 assert (await controller.ask(begun)).messages[0].content == f"alice {tenant}"
+                assert (await controller.ask(step(begun.episode))).messages[0].content == f"alice {tenant}"
 
 
 @pytest.mark.parametrize(

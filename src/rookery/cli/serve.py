@@ -34,6 +34,7 @@ def serve(
     """Run the service until Ctrl-C: unfinished jobs resume, workers and environment hosts connect. A second Ctrl-C does
     not wait for the workers."""
     from rookery.server.launcher import serve as run_service
+    from rookery.tenant_loop import TenantLoop
 
     settings = Settings.load(
         data=data,
@@ -47,7 +48,7 @@ def serve(
         tls_key=tls_key,
         plan=plan,
     )
-    run_to_end(run_service(settings), _ending)
+    run_to_end(run_service(settings), _ending, TenantLoop)
 
 
 def _ending(error: Exception) -> tuple[int, str]:

@@ -30,6 +30,7 @@ from typing import Literal, Protocol
 from rookery.aio import wait_event
 from rookery.children import child_variables, interpreter
 from rookery.errors import EXIT_REFUSED
+from rookery.turns import service_task
 
 log = logging.getLogger("rookery.cluster")
 
@@ -149,7 +150,7 @@ class Supervisor:
     def _keep_alive(self, children: list[Child]) -> None:
         """Start the keepers of these; those that have ended are not held."""
         self._keepers = [keeper for keeper in self._keepers if not keeper.done()]
-        self._keepers += [asyncio.create_task(self._keep(child)) for child in children]
+        self._keepers += [service_task(self._keep(child)) for child in children]
 
     def remove(self, children: Iterable[Child]) -> None:
         """End these children: with SIGTERM, and SIGKILL if they have not ended in time."""

@@ -28,7 +28,7 @@ from rookery.errors import (
 from rookery.settings import LimitSettings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.store import Store, Writer
-from rookery.turns import in_thread
+from rookery.turns import in_thread, service_task
 
 Outage = Literal["database", "artifacts", "writes", "other"]
 """Kinds of outages: the database or the place of the artifacts is away, or a disk takes no writes, as one that is full
@@ -95,7 +95,7 @@ class Outages:
         at once where a question has had no answer for so long."""
         now = asyncio.get_running_loop().time()
         if kind not in self._questions:
-            asked = asyncio.create_task(self._ask(kind))
+            asked = service_task(self._ask(kind))
             self._questions[kind] = asked, now + self._patience
             asked.add_done_callback(lambda _: self._questions.pop(kind))
         question, until = self._questions[kind]

@@ -68,7 +68,7 @@ from rookery.storage.repositories import versions as version_rows
 from rookery.storage.repositories.runs import RunChoice, chosen_jobs, rewards_of, state_times, usage_of
 from rookery.telemetry.metrics import finite
 from rookery.tokenization.registry import CATALOGUE, Status, status
-from rookery.turns import in_thread
+from rookery.turns import in_thread, service_task
 
 HEALTH_STEPS = 50
 """Newest steps of each policy that alarms are computed from."""
@@ -411,7 +411,7 @@ class JobQueries:
             since, found = self._models
             age = self._context.clock.monotonic() - since if found.keys() == names else math.inf
             if age > MODEL_SECONDS and self._look is None:
-                self._look = asyncio.create_task(self._look_at_models(names))
+                self._look = service_task(self._look_at_models(names))
             if age <= LATE_MODEL_SECONDS:
                 return found
             assert self._look is not None

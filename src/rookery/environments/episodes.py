@@ -32,11 +32,11 @@ from rookery.aio import cancel_all
 from rookery.environments.agent import LLM, Agent, Outcome
 from rookery.environments.base import Environment, Message, Reply, Step
 from rookery.environments.failures import FailureLog
-from rookery.environments.foreign.pool import calling_tenant
 from rookery.environments.messages import MessageRefused, conversation
 from rookery.environments.models import AsksModels, ModelAnswer, ModelQuestion
 from rookery.errors import UserError, short
 from rookery.spec import values
+from rookery.turns import work_of
 
 log = logging.getLogger("rookery.environments")
 
@@ -101,6 +101,7 @@ class _Episode:
     """``turns[0]`` is the reset, ``turns[k + 1]`` the step on reply k; each task keeps its result."""
 
     job: str
+    tenant: str
     threads: asyncio.Semaphore
     progress: CallProgress
     environment: Environment | None = None
@@ -144,7 +145,8 @@ class Episodes:
         episode = self._live.get(message.episode)
         if episode is None:
             threads, progress = self._calls.thread_limit(message.job), CallProgress(message.call, self._queued)
-            episode = self._live[message.episode] = _Episode(message.job, threads, progress)
+            episode = _Episode(message.job, message.tenant, threads, progress)
+            self._live[message.episode] = episode
             self._play(episode, message.episode, self._begin(episode, message))
         elif not episode.replies:
             episode.progress.follow(message.call)
@@ -180,7 +182,8 @@ class Episodes:
         episode = self._live.pop(name, None)
         if episode is not None:
             episode.closed = True
-            self._keep(asyncio.create_task(self._finish(episode, name)))
+            with work_of(episode.tenant):
+                self._keep(asyncio.create_task(self._finish(episode, name)))
 
     async def close_all(self) -> None:
         """Closes all episodes, waiting at most :data:`CLOSE_SECONDS`."""
@@ -195,7 +198,8 @@ class Episodes:
         task.add_done_callback(self._tasks.discard)
 
     def _play(self, episode: _Episode, name: str, turn: Coroutine[Any, Any, Step]) -> None:
-        task = asyncio.create_task(self._observe(episode, name, turn))
+        with work_of(episode.tenant):
+            task = asyncio.create_task(self._observe(episode, name, turn))
         episode.turns.append(task)
         self._keep(task)
 
@@ -219,7 +223,6 @@ class Episodes:
         return observed
 
     async def _begin(self, episode: _Episode, message: protocol.Reset) -> Step:
-        calling_tenant.set(message.tenant)
         episode.progress.change("building")
         prototype = await self._prototype(message.environment, message.options)
         prompt = values.decode(message.prompt)

@@ -36,7 +36,6 @@ from rookery.environments.base import Environment
 from rookery.environments.builtins import BUILTINS, Builtin
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.episodes import CallProgress, Episodes, UserCodeExecutor, describe_error
-from rookery.environments.foreign.pool import calling_tenant
 from rookery.environments.judges import answer_of, named_judge
 from rookery.environments.models import ModelAnswer, ModelQuestion
 from rookery.environments.outbound import reachable_hosts
@@ -50,6 +49,8 @@ from rookery.settings import HOST_SETTINGS, Settings, token_of
 from rookery.spec import values
 from rookery.spec.job import BUILTIN
 from rookery.telemetry.log import log_to_stderr
+from rookery.tenant_loop import TenantLoop
+from rookery.turns import TENANT
 
 log = logging.getLogger("rookery.environments")
 
@@ -206,7 +207,7 @@ class Host:
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     async def _prompts(self, message: protocol.GetPrompts) -> None:
-        calling_tenant.set(message.tenant)
+        TENANT.set(message.tenant)
         answer = protocol.Prompts(call=message.call)
         try:
             prototype = await self._prototypes.get(message.environment, message.options)
@@ -252,7 +253,7 @@ class Host:
             if isinstance(offer, Builtin)
             else (lambda: offer(**options))
         )
-        return await self._calls(self._calls.thread_limit(f"build {name} for {calling_tenant.get()}"), build)
+        return await self._calls(self._calls.thread_limit(f"build {name} for {TENANT.get()}"), build)
 
     def _observe(
         self,
@@ -332,7 +333,8 @@ def main() -> None:
     try:
         settings = Settings.load(uses=HOST_SETTINGS)
         log_to_stderr(settings.server.log_level)
-        asyncio.run(serve(arguments.connect, settings, end_with_parent=arguments.die_with_parent))
+        with asyncio.Runner(loop_factory=TenantLoop) as runner:
+            runner.run(serve(arguments.connect, settings, end_with_parent=arguments.die_with_parent))
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(EXIT_REFUSED)

@@ -35,7 +35,7 @@ from rookery.server.routes import (
 from rookery.spec.job import JobSpec
 from rookery.telemetry.log import dropped_lines
 from rookery.telemetry.metrics import CONTENT_TYPE, ServiceMetrics
-from rookery.turns import in_thread
+from rookery.turns import in_thread, service_task
 
 log = logging.getLogger("rookery.server")
 
@@ -176,7 +176,7 @@ def _document_jobs(app: FastAPI) -> None:
         """The documentation as FastAPI's route returns it, made once: that takes some 700 ms."""
         nonlocal made
         if made is None or (made.done() and made.exception() is not None):
-            made = asyncio.ensure_future(in_thread(lambda: JSONResponse(openapi()).body))
+            made = service_task(in_thread(lambda: JSONResponse(openapi()).body))
         return Response(await asyncio.shield(made), media_type="application/json")
 
     app.router.routes[:] = [route for route in app.routes if getattr(route, "path", "") != app.openapi_url]

@@ -13,6 +13,7 @@ from rookery.children import child_variables, interpreter
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import is_prepared, model_folder
+from rookery.turns import service_task
 
 log = logging.getLogger("rookery.server")
 
@@ -38,7 +39,7 @@ class BaseModels:
         :class:`Unavailable` for a failure that may be temporary; a later call tries again."""
         loading = self._loading.get(model)
         if loading is None or (loading.done() and (loading.cancelled() or loading.exception() is not None)):
-            loading = self._loading[model] = asyncio.create_task(self._load(model), name=f"model {model}")
+            loading = self._loading[model] = service_task(self._load(model), name=f"model {model}")
         return await asyncio.shield(loading)
 
     async def close(self) -> None:

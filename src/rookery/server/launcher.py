@@ -82,6 +82,7 @@ from rookery.storage.repositories import tenants
 from rookery.storage.store import StorageWriter, Store, TransferThreads
 from rookery.telemetry.log import file_handler, logging_to, terminal_handler
 from rookery.telemetry.metrics import check_sinks
+from rookery.tenant_loop import TenantLoop
 from rookery.tokenization.registry import resolve, usable
 from rookery.turns import TenantThreads
 
@@ -422,7 +423,7 @@ class EmbeddedService:
         self._started: Future[None] = Future()
 
     def __enter__(self) -> Self:
-        self._thread = LoopThread("service", self._serve, daemon=False)
+        self._thread = LoopThread("service", self._serve, daemon=False, loop=TenantLoop)
         try:
             self._started.result()
         except BaseException:

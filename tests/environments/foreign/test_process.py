@@ -15,9 +15,10 @@ import pytest
 from tests.support.peers import PATIENCE, eventually, settle
 from tests.support.waiting import until
 
-from rookery.environments.foreign.pool import LibraryPool, LibraryProcesses, calling_tenant
+from rookery.environments.foreign.pool import LibraryPool, LibraryProcesses
 from rookery.environments.foreign.process import UNREAD, LibraryFailed, LibraryProcess
 from rookery.errors import UserError
+from rookery.turns import TENANT
 
 ECHO = """
 import json, os, subprocess, sys, time
@@ -80,7 +81,7 @@ async def test_a_process_that_reads_nothing_delays_no_caller(echoes: Echoes) -> 
 
 async def join_for(tenant: str, environment: LibraryProcesses) -> LibraryProcess:
     """To be run as a task."""
-    calling_tenant.set(tenant)
+    TENANT.set(tenant)
     return await environment.join()
 
 

@@ -17,13 +17,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rookery.environments.foreign.process import LibraryProcess
 from rookery.errors import UserError, count_of
+from rookery.turns import TENANT
 
 MOST_PROCESSES = 24
 """Processes of environments at a time. One has some 200 MB: all of them and a worker fit in 16 GB."""
@@ -35,9 +35,6 @@ seconds."""
 WAIT_SECONDS = 30.0
 """Longest time for which an episode waits for the place of another environment's process. Half of the default
 ``step_timeout``, within which a reset waits, starts a process, and ends: its owner reads why it waited."""
-
-calling_tenant: ContextVar[str] = ContextVar("calling_tenant", default="")
-"""The tenant whose call the current task or thread of an environment host serves."""
 
 
 @dataclass(eq=False)
@@ -77,7 +74,7 @@ class LibraryPool:
 
     def ask(self, owner: LibraryProcesses) -> ProcessRequest:
         """Ask for the owner's process, for one more episode. It is answered at once where it runs."""
-        request = ProcessRequest(owner, calling_tenant.get())
+        request = ProcessRequest(owner, TENANT.get())
         with self._changed:
             self._waiting.append(request)
             self._serve()

@@ -26,6 +26,7 @@ from rookery.protocol.connection import ConnectionClosed
 from rookery.server.auth import Service, ServiceContext, authenticate
 from rookery.server.peft_archive import stream
 from rookery.server.responses import json_response, refusal
+from rookery.turns import work_of
 
 HOP_BYTES = 1 << 20
 """Bytes passed to another thread at once: a thread switch costs more than writing one read of a socket."""
@@ -83,7 +84,8 @@ async def worker(socket: WebSocket, service: Service) -> None:
         await socket.send_denial_response(refusal(error))
         return
     await socket.accept()
-    await service.controller.serve_worker(WebSocketConnection(socket, protocol.MAX_FRAME), caller.key)
+    with work_of(""):  # it computes for all tenants
+        await service.controller.serve_worker(WebSocketConnection(socket, protocol.MAX_FRAME), caller.key)
 
 
 @routes.websocket("/host")
@@ -100,6 +102,7 @@ async def host(socket: WebSocket, service: Service) -> None:
             await socket.send_denial_response(refusal(error))
             return
         await socket.accept()
+        hosting.enter_context(work_of(owner))
         await service.controller.serve_host(WebSocketConnection(socket, most), owner)
 
 
