@@ -17,6 +17,8 @@ import pytest
 from tests.support.waiting import until
 
 from rookery.children import child_variables, interpreter
+from rookery.environments.checks import EnvironmentChecks
+from rookery.environments.sandbox.sandbox import Program, Sandbox
 from rookery.environments.verifiers.pool import VerifierPool
 
 SOURCE = Path(__file__).parents[1] / "src" / "rookery"
@@ -193,6 +195,41 @@ def test_low_priority_counts_against_processes_of_other_sessions() -> None:
     )  # fmt: skip
     own, *session = done.stdout.split("\n", 1)
     assert int(own) == min(19, os.nice(0) + 10) and (not group.exists() or session[0].split()[-1] == "10"), done.stdout
+
+
+def checks_a_schema() -> Callable[[], None]:
+    checks = VerifierPool("schema", module="rookery.server.schema_process", children=1)
+    checks.score({"offered": {}, "followed": {}})
+    return checks.close
+
+
+def checks_options() -> Callable[[], None]:
+    checks = EnvironmentChecks()
+    checks.validate("jsonl", {"rows": [{"prompt": "?", "answer": "1"}], "verifier": "exact"})
+    return checks.close
+
+
+def runs_a_program() -> Callable[[], None]:
+    sandbox = Sandbox()
+    sandbox.run(Program("pass"))
+    return sandbox.close
+
+
+@pytest.mark.parametrize("begin", [checks_a_schema, checks_options, runs_a_program])
+def test_confined_children_have_a_low_priority(begin: Callable[[], Callable[[], None]]) -> None:
+    """The bytes of strangers, whose computing must not slow the service and its workers."""
+    if begin is runs_a_program and shutil.which("bwrap") is None:
+        pytest.skip("needs bubblewrap: apt-get install bubblewrap")
+    before, own = set(psutil.Process().children(recursive=True)), os.nice(0)
+    close = begin()
+    try:
+        found = [one for one in psutil.Process().children(recursive=True) if one not in before]
+        python = [one for one in found if "python" in one.name()]
+        assert python and all(one.nice() >= min(19, own + 5) for one in python), found
+        sessions = [Path(f"/proc/{one.pid}/autogroup") for one in python]
+        assert all(int(session.read_text().split()[-1]) >= 5 for session in sessions if session.exists())
+    finally:
+        close()
 
 
 def test_service_answers_while_a_thread_computes() -> None:

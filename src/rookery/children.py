@@ -35,7 +35,13 @@ def lower_priority(niceness: int) -> None:
     """Give this process, the first of its session, a low priority against the processes of all sessions. Where Linux
     divides processor time by session (``sched_autogroup``), niceness alone counts within a session only."""
     os.nice(niceness)
-    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as group:
+    lower_session_priority(os.getpid(), niceness)
+
+
+def lower_session_priority(process: int, niceness: int) -> None:
+    """Give the session of another process a low priority against those of all sessions, where Linux divides processor
+    time by session and permits it. The processes of the session have their niceness by themselves."""
+    with contextlib.suppress(OSError), open(f"/proc/{process}/autogroup", "w", encoding="ascii") as group:
         group.write(str(niceness))
 
 

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rookery.children import lower_priority
 from rookery.environments.builtins import find
 from rookery.environments.demonstrations import count_rows
 from rookery.environments.jsonl import IndexedRows, RowFiles
@@ -54,5 +53,4 @@ def prepare() -> Callable[..., dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    lower_priority(LOW_PRIORITY)
-    serve(prepare, one_question=True)
+    serve(prepare, one_question=True, niceness=LOW_PRIORITY)

@@ -1,16 +1,31 @@
 """Processes that stay warm between the questions of a pool: each is started when it is needed, has one caller at a
-time, and is ended once it was idle for a while."""
+time, and is ended once it was idle for a while.
+
+The pools of one program share a :class:`ProcessRoom`. Each job has pools, and the host of the built-in environments
+runs the jobs of all tenants: without a bound over all of them, forty jobs leave a hundred idle processes, and sixteen
+jobs with replies that compute for seconds keep sixty processes computing.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+from rookery.turns import TENANT
 
 IDLE_SECONDS = 60.0
 """A process without a question for this long is ended."""
+
+IDLE_AT_ONCE = 32
+"""Idle processes of all pools: half a gigabyte of confinements."""
+
+MORE_AT_ONCE = max(4, 2 * (os.cpu_count() or 1))
+"""Processes of all pools that work at once, in addition to the first one of each tenant."""
 
 
 class WarmProcess(Protocol):
@@ -33,25 +48,87 @@ class WarmProcess(Protocol):
 P = TypeVar("P", bound=WarmProcess)
 
 
+class ProcessRoom:
+    """The processes of several pools. Thread-safe. A tenant's first process in use waits for no other tenant; further
+    ones share places. Of too many idle ones, that which is idle longest ends."""
+
+    def __init__(self, more: int = MORE_AT_ONCE, idle: int = IDLE_AT_ONCE) -> None:
+        self.more, self.most_idle = more, idle
+        self._changed = threading.Condition()
+        """Guards the following; notified when a process is used no more."""
+        self._in_use: Counter[object] = Counter()
+        """By user."""
+        self._further = 0
+        """Processes in use without the first one of each user."""
+        self._idle: dict[Any, object] = {}
+        """The pool of each, the process that is idle longest first."""
+
+    @contextmanager
+    def using(self, user: object) -> Iterator[None]:
+        """The ``user``, a tenant or a pool, may use one more process within; waits for its place."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_use[user] or self._further < self.more)
+            self._further += self._in_use[user] > 0
+            self._in_use[user] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._in_use[user] -= 1
+                self._further -= self._in_use[user] > 0
+                if not self._in_use[user]:
+                    del self._in_use[user]
+                self._changed.notify_all()
+
+    def take(self, pool: object) -> Any:
+        """The process of the pool that became idle last, which is idle no more; None without one."""
+        with self._changed:
+            found = next((process for process, owner in reversed(self._idle.items()) if owner is pool), None)
+            self._idle.pop(found, None)
+            return found
+
+    def put(self, pool: object, process: Any) -> list[Any]:
+        """A process of the pool is idle. Returns those that are idle no more, for the caller to end."""
+        with self._changed:
+            self._idle[process] = pool
+            return [self._removed(one) for one in list(self._idle)[: -self.most_idle]]
+
+    def remove(self, pool: object, expired: Callable[[Any], bool]) -> tuple[list[Any], bool]:
+        """The idle processes of the pool that are ``expired``, which are idle no more, and whether others are."""
+        with self._changed:
+            mine = [process for process, owner in self._idle.items() if owner is pool]
+            removed = [self._removed(process) for process in mine if expired(process)]
+            return removed, len(removed) < len(mine)
+
+    def _removed(self, process: Any) -> Any:
+        del self._idle[process]
+        return process
+
+
+ROOM = ProcessRoom()
+"""That of this program."""
+
+
 class WarmProcesses(Generic[P]):
     """Thread-safe."""
 
-    def __init__(self, start: Callable[[], P], most: int, idle_seconds: float = IDLE_SECONDS) -> None:
+    def __init__(
+        self, start: Callable[[], P], most: int, idle_seconds: float = IDLE_SECONDS, room: ProcessRoom = ROOM
+    ) -> None:
         """At most ``most`` processes that ``start`` makes are in use at once."""
         self._start = start
         self._idle_seconds = idle_seconds
+        self._room = room
         self._slots = threading.BoundedSemaphore(most)
         self._lock = threading.Lock()
-        self._idle: list[P] = []
-        """Most recently used last, and used first, so that surplus processes become idle."""
         self._active: set[P] = set()
         self._timer_set = self._closed = False
 
     @contextmanager
     def borrow(self) -> Iterator[P]:
         """A process that nobody else uses; waits for one. Where the body raises, it is not used again and ends with its
-        last reference."""
-        with self._slots:
+        last reference. In threads of no tenant the pool counts as one."""
+        with self._slots, self._room.using(TENANT.get() or self):
             process = self._take()
             try:
                 yield process
@@ -64,18 +141,18 @@ class WarmProcesses(Generic[P]):
         """End all processes; questions that they work on fail."""
         with self._lock:
             self._closed = True
-            processes = [*self._idle, *self._active]
-            self._idle = []
-        for process in processes:
+            active = [*self._active]
+        idle, _ = self._room.remove(self, lambda process: True)
+        for process in [*idle, *active]:
             process.kill()
 
     def _take(self) -> P:
+        found: P | None
         with self._lock:
-            while self._idle:
-                process = self._idle.pop()
-                if process.alive():
-                    self._active.add(process)
-                    return process
+            while (found := self._room.take(self)) is not None:
+                if found.alive():
+                    self._active.add(found)
+                    return found
         process = self._start()
         with self._lock:
             self._active.add(process)
@@ -83,12 +160,12 @@ class WarmProcesses(Generic[P]):
 
     def _put(self, process: P) -> None:
         with self._lock:
-            if process.alive() and not self._closed:
-                self._idle.append(process)
-                if not self._timer_set:
-                    self._set_timer()
-                return
-        process.end()
+            stays = process.alive() and not self._closed
+            ended = self._room.put(self, process) if stays else [process]
+            if stays and not self._timer_set:
+                self._set_timer()
+        for one in ended:
+            one.end()
 
     def _set_timer(self) -> None:
         timer = threading.Timer(self._idle_seconds, self._end_idle)
@@ -99,10 +176,9 @@ class WarmProcesses(Generic[P]):
     def _end_idle(self) -> None:
         oldest = time.monotonic() - self._idle_seconds
         with self._lock:
-            expired = [one for one in self._idle if one.used <= oldest]
-            self._idle = [one for one in self._idle if one.used > oldest]
+            ended, left = self._room.remove(self, lambda process: process.used <= oldest)
             self._timer_set = False
-            if self._idle:
+            if left:
                 self._set_timer()
-        for process in expired:
+        for process in ended:
             process.end()

@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from rookery.children import lower_priority
 from rookery.environments.verifiers.pool import serve
 from rookery.errors import UserError
 from rookery.tokenization.grammar import ANY_OBJECT, check_followed, check_schema
-
-LOW_PRIORITY = 5
-"""Niceness: somebody waits for each check, but not before the service's own work."""
 
 
 def prepare() -> Callable[..., tuple[str, str]]:
@@ -37,5 +33,4 @@ def prepare() -> Callable[..., tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    lower_priority(LOW_PRIORITY)
     serve(prepare, one_question=True)

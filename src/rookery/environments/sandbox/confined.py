@@ -87,6 +87,7 @@ class SeccompFilter(ctypes.Structure):
 def main() -> None:
     configuration = json.loads(sys.argv[1])
     libc = ctypes.CDLL(None, use_errno=True)
+    os.nice(configuration["niceness"])
     if configuration["uid"]:
         os.setgroups([])
         os.setgid(configuration["uid"])

@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from rookery.children import lower_session_priority
 from rookery.environments.sandbox import seccomp
 from rookery.environments.sandbox.confined import WALL
 from rookery.environments.warm_processes import WarmProcesses
@@ -43,6 +44,9 @@ PROGRAMS = {"bubblewrap": "bwrap", "gvisor": "runsc"}
 CONFINEMENTS = 2
 """Most confinements of one sandbox. Each is one warm Python of 15 MB; more of them do not finish sooner on few cores,
 and each job has its own sandbox."""
+
+LOW_PRIORITY = 10
+"""Niceness of programs: somebody waits for them, but not before the work of the service and its workers."""
 
 START_SECONDS = 60.0
 """Longest start of a confinement: 0.1 s with bubblewrap on a quiet machine, seconds with gVisor."""
@@ -245,6 +249,7 @@ class _Confinement:
             "filter": seccomp.program().hex(),
             "paths": list(paths),
             "prelude": prelude,
+            "niceness": LOW_PRIORITY,
         }
         inside = [_interpreter(), "-I", "-S", "-B", "-c", source, json.dumps(configuration)]
         self._errors = temporary_file()
@@ -263,6 +268,7 @@ class _Confinement:
             start_new_session=True,
             env={"PATH": os.environ.get("PATH", "/usr/bin:/bin")},
         )
+        lower_session_priority(self._process.pid, LOW_PRIORITY)
         self._end = weakref.finalize(self, _end, self._process, self._folder)
         self.used = time.monotonic()
         self._clean = True
@@ -371,7 +377,7 @@ def _bubblewrap(paths: Sequence[str], root: bool) -> list[str]:
         arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         arguments += ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
-    arguments += ["--clearenv", "--new-session", "--hostname", "sandbox"]
+    arguments += ["--clearenv", "--hostname", "sandbox"]  # its session is new, and has no terminal
     made: set[Path] = set()
     for path in _visible(paths):
         for parent in reversed(path.parents):  # else they are readable by their owner alone

@@ -35,7 +35,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from rookery.children import add_child_seconds, child_variables, interpreter
+from rookery.children import add_child_seconds, child_variables, interpreter, lower_priority
 from rookery.environments.verifiers.expressions import (
     as_written,
     content_of,
@@ -65,6 +65,9 @@ USUAL_DECIMALS, USUAL_DIGITS = 6, 15
 WALL, WALL_SECONDS = 5.0, 120.0
 """Time by the clock for an answer: this many times the processor time, and more for the start of a child on a busy
 machine. A child that waits uses no processor time."""
+
+LOW_PRIORITY = 5
+"""Niceness of the children: somebody waits for each answer, but not before the service's and the workers' work."""
 
 LONG_SECONDS, LOWEST_PRIORITY = 0.5, 19
 """Processor time of a score after which its process has this niceness: a long one must not slow the others' work."""
@@ -216,14 +219,20 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def serve(
-    prepare: Callable[[], Callable[..., Any]], *, opens_nothing: bool = False, one_question: bool = False
+    prepare: Callable[[], Callable[..., Any]],
+    *,
+    opens_nothing: bool = False,
+    one_question: bool = False,
+    niceness: int = LOW_PRIORITY,
 ) -> None:
     """The child's side: reads questions from standard input and answers with what the scorer returns for their fields.
+    Its priority is lower by ``niceness``.
 
     ``prepare`` returns the scorer; what it imports and builds is shared by every fork. ``opens_nothing`` states that
     scoring imports nothing and needs no file and no thread, so that the fork is denied them. With ``one_question``
     every question has a separate fork, so that the memory that one took is free for the next.
     """
+    lower_priority(niceness)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently when the parent is gone
     limit = float(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
