@@ -300,10 +300,8 @@ def test_preemption_discards_no_token(outcomes: dict[str, ReplayResult]) -> None
     assert over.discarded_tokens > 0, "which only the mode without migration does"
 
 
-OFF = {
-    "merge_tails": False, "rollout_chunk_tokens": 0, "context_order": False, "slo_gate": False, "speculation": False,
-}  # fmt: skip
-"""The settings and rules that turn the schedulers of rollouts off."""
+OFF = {"merge_tails": False, "rollout_chunk_tokens": 0, "context_order": False}
+"""The rules that turn the schedulers of rollouts off."""
 
 
 def test_no_scheduler_changes_a_trajectory() -> None:
@@ -312,7 +310,7 @@ def test_no_scheduler_changes_a_trajectory() -> None:
     profile = load_profile("two-core-cpu-135m")
     tails = {"group_size": 4, "groups_per_step": 4, "median_tokens": 120.0, "sigma": 0.8, "max_tokens": 500}
     profile = profile.model_copy(update={"workload": profile.workload.model_copy(update=tails)})
-    scenario = Scenario(profile, Trace("none", ((0.0, 0),), 3000.0), seed=3, jobs=2, steps=6, reserved=2)
+    scenario = Scenario(profile, Trace("none", ((0.0, 0),), 3000.0), seed=3, jobs=2, steps=4, reserved=2)
     arms = [{}, *({name: off} for name, off in OFF.items()), OFF]
     changed = [split(arm) for arm in arms]
     outcomes = [
@@ -321,7 +319,7 @@ def test_no_scheduler_changes_a_trajectory() -> None:
     ]
     assert len({outcome.trajectories for outcome in outcomes}) == 1
     whole = outcomes[0]
-    assert len(whole.steps) == 12 and whole.requeued["merged"] and whole.requeued["divided"]
+    assert len(whole.steps) == 8 and whole.requeued["merged"] and whole.requeued["divided"]
     for name, reason in (("merge_tails", "merged"), ("rollout_chunk_tokens", "divided")):
         [without] = (o for o, settings in zip(outcomes, arms, strict=True) if settings == {name: OFF[name]})
         assert without.requeued[reason] == 0
