@@ -207,6 +207,27 @@ def test_every_response_has_the_tokens_that_a_job_trained_on(called: Called) -> 
     assert done.to_dict() == listed.to_dict() == again.to_dict()
 
 
+def test_responses_are_of_the_sdks_types(called: Called) -> None:
+    """The SDK takes anything, and attributes are absent; told to be strict, it refuses what is not of its types."""
+    done, url = called.done(validation_file=called.upload(ROWS + b"\n"), metadata={"a": "b"}), called.client.base_url
+    with openai.OpenAI(
+        base_url=url, api_key=called.client.api_key, max_retries=0, _strict_response_validation=True
+    ) as strict:
+        jobs, graders = strict.fine_tuning.jobs, strict.fine_tuning.alpha.graders
+        assert jobs.retrieve(done.id).id == done.id in [job.id for job in jobs.list()]
+        assert list(jobs.list_events(done.id)) and list(jobs.checkpoints.list(done.id))
+        method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2}}}
+        with pytest.raises(openai.BadRequestError, match="training_file"):
+            jobs.create(model=MODEL, training_file=done.training_file, method=method)
+        file = strict.files.create(file=("rows.jsonl", ROWS), purpose="fine-tune")
+        assert strict.files.retrieve(file.id).id in [one.id for one in strict.files.list()]
+        assert strict.files.delete(file.id).deleted
+        run = graders.run(grader=CHECK, model_sample="4", item={"answer": "4"})
+        assert run.reward == 1.0 and graders.validate(grader=CHECK)
+        assert strict.models.retrieve(done.fine_tuned_model).id in [model.id for model in strict.models.list()]
+        assert strict.models.delete(done.fine_tuned_model).deleted
+
+
 def test_jobs_are_listed_by_metadata_and_by_its_absence(called: Called) -> None:
     team, plain = called.done(metadata={"team": "a"}).id, called.done().id
 

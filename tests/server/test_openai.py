@@ -124,6 +124,26 @@ def test_chat_response_has_openais_format(face: Open) -> None:
     assert "token_ids" not in choice.to_dict() and "prompt_token_ids" not in choice.to_dict()
 
 
+def test_responses_are_of_the_sdks_types(face: Open) -> None:
+    """The SDK takes anything, and attributes are absent; told to be strict, it refuses what is not of its types."""
+    with OpenAI(
+        base_url=f"{face.service.url}/v1", api_key=face.service.key, max_retries=0, _strict_response_validation=True
+    ) as strict:
+        chats, responses = strict.chat.completions, strict.responses
+        scored: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
+        include: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+        for more in ({}, scored):
+            assert chats.create(model=face.base, messages=HELLO, max_tokens=4, n=2, **more).usage
+            usage: Any = {"stream": True, "stream_options": {"include_usage": True}}
+            assert list(chats.create(model=face.base, messages=HELLO, max_tokens=4, n=2, **usage, **more))
+        assert strict.completions.create(model=face.base, prompt="x", max_tokens=4, logprobs=2).usage
+        for more in ({}, include):
+            assert responses.create(model=face.base, input="x", max_output_tokens=4, **more).usage
+            assert list(responses.create(model=face.base, input="x", max_output_tokens=4, stream=True, **more))
+        for model in strict.models.list():
+            assert strict.models.retrieve(model.id) == model
+
+
 def test_same_seed_gives_same_response_and_choices_differ(face: Open) -> None:
     four = face.chat(n=4, extra_body={"return_token_ids": True})
     texts = [choice.message.content for choice in four.choices]
@@ -159,6 +179,22 @@ def test_stream_ends_with_usage_and_done(face: Open) -> None:
     assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events[:-1])
 
 
+def test_proxies_are_asked_to_pass_events_on_as_they_come(face: Open) -> None:
+    """By default nginx keeps them back until it has some kilobytes, and others compress them."""
+    asked: dict[str, Any] = {"model": face.base, "stream": True}
+    streams = [
+        ("POST", "/v1/chat/completions", {**asked, "messages": HELLO, "max_tokens": 2}),
+        ("POST", "/v1/completions", {**asked, "prompt": "x", "max_tokens": 2}),
+        ("POST", "/v1/responses", {**asked, "input": "x", "max_output_tokens": 2}),
+        ("GET", f"/api/v1/jobs/{face.job}/metrics/stream", None),
+    ]
+    for method, path, body in streams:
+        response = face.http.request(method, path, json=body).raise_for_status()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["x-accel-buffering"] == "no", path
+        assert response.headers["cache-control"] == "no-store, no-transform", path
+
+
 @given(st.text() | st.text("ab\x85\u2028\u2029"))
 def test_an_event_is_one_line_to_every_client(text: str) -> None:
     """Also to those that end lines where ``str.splitlines`` does, as httpx."""
@@ -177,22 +213,6 @@ async def test_async_client_runs_many_streams_at_once(face: Open) -> None:
 
         texts = await asyncio.gather(*(talk(seed) for seed in range(12)))
     assert texts[7] == face.chat(max_tokens=16).choices[0].message.content
-
-
-def test_proxies_are_asked_to_pass_events_on_as_they_come(face: Open) -> None:
-    """By default nginx keeps them back until it has some kilobytes, and others compress them."""
-    asked: dict[str, Any] = {"model": face.base, "stream": True}
-    streams = [
-        ("POST", "/v1/chat/completions", {**asked, "messages": HELLO, "max_tokens": 2}),
-        ("POST", "/v1/completions", {**asked, "prompt": "x", "max_tokens": 2}),
-        ("POST", "/v1/responses", {**asked, "input": "x", "max_output_tokens": 2}),
-        ("GET", f"/api/v1/jobs/{face.job}/metrics/stream", None),
-    ]
-    for method, path, body in streams:
-        response = face.http.request(method, path, json=body).raise_for_status()
-        assert response.headers["content-type"].startswith("text/event-stream")
-        assert response.headers["x-accel-buffering"] == "no", path
-        assert response.headers["cache-control"] == "no-store, no-transform", path
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -429,6 +449,21 @@ def test_wrong_key_is_refused(face: Open) -> None:
             with pytest.raises(openai.AuthenticationError) as refused:
                 ask()
             assert refused.value.code == "invalid_api_key" and "tml-" in refused.value.message
+            assert refused.value.request_id and refused.value.request_id.startswith("req-")
+
+
+def test_every_response_has_an_id(face: Open) -> None:
+    asked: list[tuple[str, str, Any]] = [
+        ("GET", "/v1/models", None),
+        ("GET", f"/v1/models/{face.base}", None),
+        ("GET", "/v1/files", None),
+        ("GET", "/v1/fine_tuning/jobs/ftjob-none", None),
+        ("POST", "/v1/chat/completions", {"model": face.base, "messages": HELLO, "max_tokens": 1, "stream": True}),
+        ("POST", "/v1/chat/completions", {}),
+        ("POST", "/v1/nothing", {}),
+    ]
+    named = [face.http.request(method, path, json=body).headers["x-request-id"] for method, path, body in asked]
+    assert len({*named}) == len(asked)
 
 
 def test_unknown_hub_model_is_404_which_clients_do_not_retry(face: Open) -> None:

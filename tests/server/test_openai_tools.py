@@ -23,6 +23,7 @@ from tests.support.waiting import until
 from rookery.server.openai import ChatRequest, CompletionRequest, OpenAIModel, UnsupportedField, read_arguments
 from rookery.server.openai_responses import ResponsesRequest
 from rookery.server.token_face import TokenRequest
+from rookery.tokenization.call_readers import READERS
 from rookery.tokenization.registry import CONFIG, model_folder
 
 USER: list[Any] = [{"role": "user", "content": "What is 1 + 2?"}]
@@ -145,6 +146,37 @@ def test_forced_call_follows_the_schema_of_its_tool(small: tuple[OpenAI, str]) -
         assert (content, finish, calls[0]["arguments"]) == ("", "tool_calls", call.arguments)
 
 
+def test_of_allowed_tools_the_others_are_not_offered(small: tuple[OpenAI, str]) -> None:
+    def chosen(mode: str) -> dict[str, Any]:
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [NOW]}}
+
+    ids: dict[str, Any] = {"extra_body": {"return_token_ids": True}, "max_tokens": 2}
+    alone = asked(*small, tools=[NOW], **ids)
+    allowed = asked(*small, tools=[ADD, NOW], tool_choice=chosen("auto"), **ids)
+    assert allowed.choices[0].prompt_token_ids == alone.choices[0].prompt_token_ids
+    [call] = asked(*small, tools=[ADD, NOW], tool_choice=chosen("required")).choices[0].message.tool_calls
+    assert call.function.name == "now"
+    choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}
+    tools: Any = [TOOL, {"type": "function", "name": "now"}]
+    answer = small[0].responses.create(model=small[1], input="?", tools=tools, tool_choice=choice, max_output_tokens=90)
+    assert [item.name for item in answer.output if item.type == "function_call"] == ["now"]
+    assert answer.to_dict()["tool_choice"] == choice
+
+
+def test_a_refusal_is_text_of_the_assistant(small: tuple[OpenAI, str]) -> None:
+    """Also where it stands alone, as in a message that a client sends back."""
+    said = "I will not"
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "content": said},
+        {"role": "assistant", "content": None, "refusal": said},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": said}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "I will "}, {"type": "refusal", "refusal": "not"}]},
+    ]
+    ids: dict[str, Any] = {"extra_body": {"return_token_ids": True}, "max_tokens": 1}
+    read = [asked(*small, messages=[*USER, one, *USER], **ids).choices[0].prompt_token_ids for one in messages]
+    assert all(prompt == read[0] for prompt in read)
+
+
 def test_forced_call_of_a_tool_that_closes_no_object_ends(small: tuple[OpenAI, str]) -> None:
     parameters = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
     flag = {"type": "function", "function": {"name": "flag", "parameters": parameters}}
@@ -161,6 +193,36 @@ def test_reply_follows_its_response_format(small: tuple[OpenAI, str]) -> None:
     assert free.choices[0].message.content.startswith("{")
     plain = asked(*small, response_format={"type": "text"})
     assert plain.choices[0].message.content == asked(*small).choices[0].message.content
+
+
+def test_reply_with_tools_and_a_format_is_a_call_or_the_json(small: tuple[OpenAI, str], scripted: OpenAI) -> None:
+    """As agents send both that have tools and a type of output."""
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    both: dict[str, Any] = {"tools": [ADD], "response_format": schema}
+    for bias, begins in ((100, "{"), (-100, "<")):  # towards either
+        seen = small[0].completions.create(model=small[1], prompt="{", max_tokens=1, extra_body={
+            "return_token_ids": True}).choices[0].prompt_token_ids  # fmt: skip
+        text = asked(*small, **both, logit_bias={str(seen[0]): bias}, max_tokens=60).choices[0].message.content
+        assert text.startswith(begins)
+        if begins == "{":
+            jsonschema_rs.validate(SCHEMA, json.loads(text))
+        else:
+            assert text.startswith("<tool_call>")
+    calls = asked(scripted, **both).choices[0].message.tool_calls
+    assert calls and calls[0].function.name == "add", "a call is read as without a format"
+
+
+@pytest.mark.parametrize("style", READERS)
+def test_format_with_tools_is_refused_where_calls_begin_as_other_text(style: str) -> None:
+    given = {"model": "m", "messages": USER, "tools": [ADD], "response_format": {"type": "json_object"}}
+    for choice in ("none", "required", NAMED):
+        assert ChatRequest.model_validate({**given, "tool_choice": choice}).unless(style) == ""
+    either = ChatRequest.model_validate(given)
+    if READERS[style].opening:
+        assert either.unless(style) == READERS[style].opening
+    else:
+        with pytest.raises(UnsupportedField, match="response_format together with tools"):
+            either.unless(style)
 
 
 def test_continued_reply_follows_the_given_text(small: tuple[OpenAI, str]) -> None:
@@ -187,7 +249,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [NOW] * 129}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "perhaps", "tools": [NOW]}, "tool_choice"),
-    ({"tool_choice": {"type": "allowed_tools"}, "tools": [NOW]}, "tool_choice.type"),
+    ({"tool_choice": {"type": "custom", "custom": {"name": "now"}}, "tools": [NOW]}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools"}, "tools": [NOW]}, "tool_choice.allowed_tools"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [NOW]}}, "tools": [NOW]},
+     "tool_choice.allowed_tools.mode"),
+    *(({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [NAMED]}}, "tools": [NOW]},
+       "tool_choice") for mode in ("auto", "required")),
     ({"tool_choice": {"type": "function"}, "tools": [NOW]}, "tool_choice.function"),
     ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {
@@ -196,9 +263,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "banana"}}}},
      "response_format"),
     ({"response_format": {"type": "grammar"}}, "response_format.type"),
-    ({"response_format": {"type": "json_object"}, "tools": [NOW]}, "response_format"),
     ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]}, "messages.0.content"),
     ({"messages": [{"role": "tool", "content": None, "tool_call_id": "x"}]}, "messages.0.content"),
     ({"messages": [*USER, {"role": "assistant", "tool_calls": [
         {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]}]}, "messages.1.tool_calls"),
@@ -328,6 +395,31 @@ def test_streamed_response_ends_with_the_whole_one(scripted: OpenAI) -> None:
     assert added == [0, 1, 2] and sorted(done) == [0, 1, 2]
 
 
+def test_calls_are_of_the_sdks_types(scripted: OpenAI) -> None:
+    with OpenAI(
+        base_url=scripted.base_url, api_key=scripted.api_key, max_retries=0, _strict_response_validation=True
+    ) as strict:
+        assert asked(strict, tools=[ADD]).choices[0].message.tool_calls
+        assert list(asked(strict, tools=[ADD], stream=True))
+        assert strict.responses.create(model=MODEL, input="?", tools=[TOOL]).output
+        assert list(strict.responses.create(model=MODEL, input="?", tools=[TOOL], stream=True))
+
+
+def test_pieces_of_a_streamed_response_have_their_log_probabilities(small: tuple[OpenAI, str]) -> None:
+    client, base = small
+    more: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    plain: Any = {"model": base, "input": "?", "max_output_tokens": 30, "extra_body": {"seed": 5}}
+    *events, last = client.responses.create(**plain, **more, stream=True)
+    assert last.type in ("response.completed", "response.incomplete")
+    [whole] = [part["logprobs"] for item in last.response.to_dict()["output"] for part in item["content"]]
+    pieces = [event.to_dict()["logprobs"] for event in events if event.type == "response.output_text.delta"]
+    assert len(pieces) > 1 and all(pieces), "each has those of its tokens"
+    joined = [one for piece in pieces for one in piece]
+    assert joined == whole[: len(joined)] and len(whole) - len(joined) <= 1, "the end of the reply has no text"
+    silent = client.responses.create(**plain, stream=True)
+    assert not any(event.logprobs for event in silent if event.type == "response.output_text.delta")
+
+
 def test_response_follows_its_format_and_is_incomplete_where_cut(small: tuple[OpenAI, str]) -> None:
     client, base = small
     form: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
@@ -352,12 +444,14 @@ def test_response_follows_its_format_and_is_incomplete_where_cut(small: tuple[Op
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [{"type": "function", "name": "a", "parameters": {"type": "banana"}}]}, "tools.0.parameters"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]}},
+         "tool_choice"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "text", "grammar": "x"}}}, "text.format.grammar"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "banana"}}}}, "text.format"),
-        ({"text": {"format": {"type": "json_object"}}, "tools": [TOOL]}, "text.format"),
         ({"instructions": "Be brief.", "input": [
             {"type": "reasoning", "id": "r", "summary": []}, *USER,
             {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}]}, "input.2.tool_calls"),
@@ -411,6 +505,12 @@ WHOLE: list[tuple[str, type[OpenAIModel], dict[str, Any]]] = [
         "tools": [TOOL], "tool_choice": {"type": "function", "name": "add"}}),
     ("/v1/responses", ResponsesRequest, {"input": "x", "stream": True, "stream_options": {}, "text": {"format": FORM}}),
     ("/inference/v1/generate", TokenRequest, {"token_ids": [1], "sampling_params": {"stream_options": {}}}),
+    ("/v1/chat/completions", ChatRequest, {
+        "messages": USER, "tools": [ADD],
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}}),
+    ("/v1/responses", ResponsesRequest, {
+        "input": "x", "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+            {"type": "function", "name": "add"}]}}),
 ]  # fmt: skip
 """Requests that have every model of theirs."""
 

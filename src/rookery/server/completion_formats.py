@@ -104,6 +104,11 @@ class Choice:
         top = reply.top_logprobs or [[]] * len(reply.tokens)
         return [(reply.tokens[number], reply.logprobs[number], top[number]) for number in numbers]
 
+    def next_scores(self) -> list[Scores]:
+        """Of the tokens whose text was reached since the last call."""
+        first, self.logprobs_sent = self.logprobs_sent, self.text.tokens_shown
+        return self.scores(range(first, self.logprobs_sent))
+
     def prompt_scores(self) -> list[Scores]:
         """Of the prompt's tokens: nothing precedes the first, which has no log-probability."""
         scored = [(one.logprob, one.top) for one in self.reply.prompt_logprobs]
@@ -190,12 +195,6 @@ class ResponseFormat:
     def _prompt(self, choice: Choice) -> dict[str, Any]:
         return {"prompt_token_ids": choice.prompt.prompt} if self.options.return_token_ids else {}
 
-    @staticmethod
-    def _next_scores(choice: Choice) -> list[Scores]:
-        """Of the tokens whose text was reached since the last call."""
-        first, choice.logprobs_sent = choice.logprobs_sent, choice.text.tokens_shown
-        return choice.scores(range(first, choice.logprobs_sent))
-
 
 class ChatFormat(ResponseFormat):
     object_type = "chat.completion"
@@ -232,7 +231,7 @@ class ChatFormat(ResponseFormat):
     def _logprobs_of(self, choice: Choice) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        return {"content": token_entries(choice, self._next_scores(choice)), "refusal": None}
+        return {"content": token_entries(choice, choice.next_scores()), "refusal": None}
 
 
 class TextFormat(ResponseFormat):
@@ -247,7 +246,7 @@ class TextFormat(ResponseFormat):
         return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None, **self._prompt(choice)}
 
     def delta(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
-        logprobs = self._logprobs_of(choice, self._next_scores(choice), choice.text.starts)
+        logprobs = self._logprobs_of(choice, choice.next_scores(), choice.text.starts)
         chunk = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish}
         return {**chunk, **self._tokens(choice)}
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
 
 from rookery import protocol
 from rookery.bounds import (
@@ -38,6 +38,7 @@ from rookery.bounds import (
 from rookery.errors import UserError, short
 from rookery.server.bodies import JSON_ITEMS, BodyRefused, measure
 from rookery.spec.policy import Temperature
+from rookery.tokenization.call_readers import READERS
 from rookery.tokenization.call_values import read_json
 from rookery.tokenization.grammar import ANY_OBJECT
 from rookery.tokenization.reply_schemas import forced_schema, schema_of
@@ -245,11 +246,25 @@ class CompletionOptions(OpenAIModel):
 SmallObject = Annotated[dict[str, Any], JsonSize(SETTINGS)]
 
 
-class TextPart(OpenAIModel):
+class Part(OpenAIModel):
+    """A part of a message's content."""
+
     sent_back = frozenset({"annotations", "logprobs", "cache_control"})
 
-    type: Literal["text"]
     text: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refused(cls, value: Any) -> Any:
+        """A refusal has its text under its own name."""
+        if isinstance(value, dict) and value.get("type") == "refusal" and "refusal" in value:
+            rest = {name: part for name, part in value.items() if name != "refusal"}
+            return {"text": value["refusal"], **rest}
+        return value
+
+
+class TextPart(Part):
+    type: Literal["text", "refusal"]
 
 
 class CalledFunction(OpenAIModel):
@@ -311,7 +326,7 @@ class ConversationMessage(OpenAIModel):
             raise ValueError("give a text, or a list of parts of the type text")
         for number, part in enumerate(value if isinstance(value, list) else []):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            if kind != "text":
+            if kind not in ("text", "refusal"):
                 raise ValueError(f"part {number} is of the type {short(str(kind))}; the models here read text alone")
         return value
 
@@ -328,16 +343,25 @@ class ConversationMessage(OpenAIModel):
         name = (self.model_extra or {}).get("name")
         return name if isinstance(name, str) else ""
 
+    @property
+    def _refusal(self) -> str | list[TextPart] | None:
+        """The content, or the assistant's refusal in place of an empty one."""
+        refusal = (self.model_extra or {}).get("refusal") if self.role == "assistant" else None
+        return refusal if isinstance(refusal, str) and refusal else self.content
+
     def for_template(self, where: str) -> dict[str, Any]:
         """The message as chat templates expect it. Raises :class:`UnsupportedField`."""
         if self.tool_calls and self.role != "assistant":
             raise UnsupportedField(f"{where}.tool_calls: only the assistant calls tools", f"{where}.tool_calls")
-        if self.content is None and not self.tool_calls:
+        content = self.content or self._refusal
+        if content is None and not self.tool_calls:
             raise UnsupportedField(
                 f"{where}.content: null is not supported: give a text, or an assistant's tool_calls", f"{where}.content"
             )
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        parts = content if isinstance(content, list) else []
+        if self.role != "assistant" and any(part.type == "refusal" for part in parts):
+            raise UnsupportedField(f"{where}.content: only the assistant refuses", f"{where}.content")
+        text = content if isinstance(content, str) else "".join(part.text for part in parts)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
@@ -388,6 +412,19 @@ class NamedTool(OpenAIModel):
     function: NamedFunction
 
 
+class AllowedTools(OpenAIModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=TOOLS)]
+
+
+class AllowedToolChoice(OpenAIModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
+
+
 class ReplySchema(OpenAIModel):
     """``strict`` makes no difference: a reply always follows the schema."""
 
@@ -408,7 +445,7 @@ class ChatRequest(CompletionOptions):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=LIKELIEST, description="Needs logprobs")
     tools: Annotated[list[ToolDefinition], Field(max_length=TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: the first call only")
     response_format: ReplyFormat | None = Field(None, description="JSON, or JSON of a schema")
 
@@ -423,22 +460,29 @@ class ChatRequest(CompletionOptions):
 
     @property
     def offered(self) -> list[ToolDefinition]:
-        """The tools that the reply may call."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        """The tools that the reply may call. Raises :class:`UnsupportedField`."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedToolChoice):
+            return self._named([tool.function.name for tool in choice.allowed_tools.tools])
+        return [] if choice == "none" else self.tools or []
+
+    def _named(self, names: Sequence[str]) -> list[ToolDefinition]:
+        """The tools with these names. Raises :class:`UnsupportedField`."""
+        given = {tool.function.name for tool in self.tools or []}
+        if not given.issuperset(names):
+            raise UnsupportedField("tool_choice names no tool of the request: give it in tools", "tool_choice")
+        return [tool for tool in self.tools or [] if tool.function.name in names]
 
     @property
     def forced(self) -> list[ToolDefinition]:
         """The tools of which the reply must call one; empty: it need not. Raises :class:`UnsupportedField`."""
-        if self.tool_choice == "required":
-            found = self.offered
-        elif isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            found = [tool for tool in self.offered if tool.function.name == name]
-        else:
-            return []
-        if not found:
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return self._named([choice.function.name])
+        if choice == "required" and not self.tools:
             raise UnsupportedField("tool_choice names no tool of the request: give it in tools", "tool_choice")
-        return found
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolChoice) else choice
+        return self.offered if mode == "required" else []
 
     @cached_property
     def schema_text(self) -> str:
@@ -451,17 +495,26 @@ class ChatRequest(CompletionOptions):
         asked = self.response_format
         if asked is None or asked.type == "text":
             return ""
-        if self.offered:
-            raise UnsupportedField(
-                "response_format together with tools is not supported: leave one of them out, or set tool_choice",
-                "response_format",
-                "unsupported_parameter",
-            )
         if asked.type == "json_object":
             return ANY_OBJECT
         if asked.json_schema is None:
             raise UnsupportedField("response_format.json_schema: give the schema", "response_format.json_schema")
         return schema_of(asked.json_schema.schema_)
+
+    def unless(self, style: str) -> str:
+        """The text that begins a reply which follows no schema: that of a call, where the reply may call a tool
+        instead; empty: none does. ``style``: how the model writes calls. Raises :class:`UnsupportedField` where they
+        begin as other text does."""
+        if not (self.schema_text and self.offered) or self.forced:
+            return ""
+        if not (opening := READERS[style].opening):
+            raise UnsupportedField(
+                "response_format together with tools is not supported for this model, whose calls have no mark: leave"
+                " one of them out, or set tool_choice",
+                "response_format",
+                "unsupported_parameter",
+            )
+        return opening
 
     @property
     def offered_schemas(self) -> dict[str, str]:

@@ -24,6 +24,7 @@ from rookery.server.openai import (
     ChatRequest,
     OpenAIModel,
     Parameters,
+    Part,
     ReplyFormat,
     SmallObject,
     UnsupportedField,
@@ -33,20 +34,8 @@ from rookery.server.responses import event_data, first_problem, named_steps
 from rookery.spec.policy import Temperature
 
 
-class InputPart(OpenAIModel):
-    sent_back = frozenset({"annotations", "logprobs", "cache_control"})
-
+class InputPart(Part):
     type: Literal["input_text", "output_text", "text", "refusal"]
-    text: Text
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refused(cls, value: Any) -> Any:
-        """A refusal has its text under its own name."""
-        if isinstance(value, dict) and value.get("type") == "refusal" and "refusal" in value:
-            rest = {name: part for name, part in value.items() if name != "refusal"}
-            return {"text": value["refusal"], **rest}
-        return value
 
 
 def _as_parts(value: Any) -> Any:
@@ -105,6 +94,15 @@ class NamedResponseTool(OpenAIModel):
     name: Name
 
 
+class AllowedResponseTools(OpenAIModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedResponseTool], Field(min_length=1, max_length=TOOLS)]
+
+
+ResponseToolChoice = Annotated[NamedResponseTool | AllowedResponseTools, Field(discriminator="type")]
+
+
 class TextFormatOption(OpenAIModel):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Name = ""
@@ -132,7 +130,7 @@ _OF_CHATS = (
     (r"max_completion_tokens$", "max_output_tokens"),
     (r"logprobs$", "top_logprobs"),
     (r"(tools\.\d+)\.function(?=\.|$)", r"\1"),
-    (r"tool_choice\.function(?=\.|$)", "tool_choice"),
+    (r"tool_choice\.(function|allowed_tools)(?=\.|$)", "tool_choice"),
 )
 """Arguments of a chat, as patterns, and what they are called here."""
 
@@ -146,7 +144,7 @@ class ResponsesRequest(OpenAIModel):
     ]
     instructions: Text | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     temperature: Annotated[Temperature, Field(le=10)] | None = None
@@ -172,7 +170,10 @@ class ResponsesRequest(OpenAIModel):
                 raise UnsupportedField(f"include: {name} is not supported: leave it out", "include")
         choice: Any = self.tool_choice
         if isinstance(choice, NamedResponseTool):
-            choice = {"type": "function", "function": {"name": choice.name}}
+            choice = _chosen(choice)
+        elif isinstance(choice, AllowedResponseTools):
+            allowed = {"mode": choice.mode, "tools": [_chosen(tool) for tool in choice.tools]}
+            choice = {"type": choice.type, "allowed_tools": allowed}
         if self.top_logprobs and not self.logprobs:
             raise UnsupportedField("top_logprobs needs include: ['message.output_text.logprobs']", "top_logprobs")
         plain = {
@@ -260,6 +261,11 @@ class ResponsesRequest(OpenAIModel):
             yield began, assistant
 
 
+def _chosen(tool: NamedResponseTool) -> dict[str, Any]:
+    """A chosen tool as a chat has it."""
+    return {"type": tool.type, "function": {"name": tool.name}}
+
+
 def _text(value: list[InputPart] | None, field: str) -> str:
     if value is None:
         raise UnsupportedField(f"{field}: give a text", field)
@@ -292,7 +298,7 @@ class ResponsesFormat:
             "parallel_tool_calls": asked.parallel_tool_calls is not False, "previous_response_id": None,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "top_p": 1.0 if asked.top_p is None else asked.top_p, "max_output_tokens": asked.max_output_tokens,
-            "tool_choice": choice.model_dump() if isinstance(choice, NamedResponseTool) else choice or "auto",
+            "tool_choice": choice.model_dump() if isinstance(choice, OpenAIModel) else choice or "auto",
             "tools": [tool.model_dump() for tool in asked.tools or []], "truncation": "disabled", "store": False,
             "reasoning": {"effort": None, "summary": None}, "text": {"format": {"type": "text"}},
         }  # fmt: skip
@@ -313,7 +319,8 @@ class ResponsesFormat:
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": self._output(choice),
             "usage": {
-                "input_tokens": usage["prompt_tokens"], "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             },
@@ -331,8 +338,9 @@ class ResponsesFormat:
             events += self._call_events(items[: choice.calls_before_text]) + self._open_message(choice)
         if text:
             self._sent += text
+            scores = token_entries(choice, choice.next_scores() if self._asked.logprobs else [])
             item_at = self._item_at(choice)
-            events += self._event("response.output_text.delta", **item_at, content_index=0, delta=text, logprobs=[])
+            events += self._event("response.output_text.delta", **item_at, content_index=0, delta=text, logprobs=scores)
         return events + self._call_events(items)
 
     def _open_message(self, choice: Choice) -> bytes:
@@ -378,8 +386,9 @@ class ResponsesFormat:
 
     def failed(self, error: dict[str, Any]) -> bytes:
         """The last event of a stream that failed."""
-        message = error["error"]["message"]
-        return self._event("error", code=error["error"]["code"] or "server_error", message=message, param=None)
+        about = error["error"]
+        code = about["code"] or "server_error"
+        return self._event("error", code=code, message=about["message"], param=about["param"])
 
     def _output(self, choice: Choice) -> list[dict[str, Any]]:
         """In the order in which the model wrote them; parts of text that calls separate are one message."""

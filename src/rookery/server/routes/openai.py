@@ -83,8 +83,13 @@ CLIENT_GONE = 499
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def _error_body(error: Exception, request: Request) -> tuple[int, dict[str, Any]]:
-    """Status and body of an error in OpenAI's format. Unexpected errors and those of the server are logged."""
+REQUEST_ID = "x-request-id"
+"""The header of every response by which its client and the log name it."""
+
+
+def _error_body(error: Exception, request: Request, id: str) -> tuple[int, dict[str, Any]]:
+    """Status and body of an error in OpenAI's format. Unexpected errors and those of the server are logged, with the
+    ``id`` of the response."""
     error = shortage(error) or error
     param, code = getattr(error, "param", None), getattr(error, "code", None)
     if isinstance(error, RequestValidationError):
@@ -102,10 +107,10 @@ def _error_body(error: Exception, request: Request) -> tuple[int, dict[str, Any]
         status, message = 400 if error.status_code == 422 else error.status_code, error.detail
     else:
         status, message = 500, f"internal error ({type(error).__name__}); the service's log has the traceback"
-        log.error("%s failed", request.url.path, exc_info=error)
+        log.error("%s failed (%s)", request.url.path, id, exc_info=error)
     kind = "server_error" if status >= 500 else "invalid_request_error"
     if isinstance(error, RookeryError) and status >= 500:
-        log.warning("%s: %s", request.url.path, error)
+        log.warning("%s: %s (%s)", request.url.path, error, id)
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -118,17 +123,19 @@ class OpenAIRoute(AuthenticatedRoute):
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
+            id = request.app.state.context.context.ids.new("req")
             try:
-                return await handle(request)
+                response = await handle(request)
             except Exception as error:  # every error becomes a response of one format
-                status, body = _error_body(error, request)
+                status, body = _error_body(error, request, id)
                 response = json_response(body, status)
                 response.headers.update(getattr(error, "headers", None) or retry_headers(shortage(error) or error))
                 if status == Unauthorized.status:
                     response.headers["WWW-Authenticate"] = "Bearer"
                 if status == RookeryError.status:
                     response.headers["x-should-retry"] = "false"  # the result would be the same
-                return response
+            response.headers.setdefault(REQUEST_ID, id)
+            return response
 
         return handler
 
@@ -282,7 +289,7 @@ async def respond(
         limit = options.max_completion_tokens
         choices, call = await _choices(service, source, options, [prompt], limit)
     growth = _generate(service, source, owner, choices, call, limit)
-    headers = {"x-request-id": form.id}
+    headers = {REQUEST_ID: form.id}
     if asked.stream:
         return await _streamed(request, growth, _response_events(service, form, choices[0], growth, request), headers)
     if not await unless(disconnected(request), _exhaust(growth)):
@@ -398,7 +405,7 @@ async def _respond(
     options = form.options
     choices, call = await _choices(service, source, options, prompts, limit)
     growth = _generate(service, source, owner, choices, call, limit)
-    headers = {"x-request-id": form.id}
+    headers = {REQUEST_ID: form.id}
     if options.stream:
         return await _streamed(request, growth, _events(form, choices, growth, request), headers)
     if not await unless(disconnected(request), _exhaust(growth)):
@@ -459,6 +466,9 @@ def _make_choices(
     ]
     _limit_logprobs(source, options, choices, limit)
     _check_logits(source, options, prompts[0])
+    logits = options.logits
+    if logits is not None and isinstance(options, ChatRequest):
+        logits = msgspec.structs.replace(logits, unless=options.unless(prompts[0].chat.tools.style))
     return choices, CallOptions(
         max_tokens=limit if limit is None else max(1, limit),
         temperature=options.temperature,
@@ -466,7 +476,7 @@ def _make_choices(
         stop_tokens=options.stop_tokens,
         seed=options.seed,
         kind="chat" if isinstance(options, ChatRequest) else "completion",
-        logits=options.logits,
+        logits=logits,
         score_prompt=_scores_prompt(options),
     )
 
@@ -641,7 +651,7 @@ async def _events(
             yield form.chunk([], _usage(choices))
         yield b"data: [DONE]\n\n"
     except Exception as error:
-        _, body = _error_body(error, request)
+        _, body = _error_body(error, request, form.id)
         yield event_data(msgspec.json.encode(body))
 
 
@@ -657,7 +667,7 @@ async def _response_events(
                 yield events
         yield await off_loop(service.encoders, form.size(choice), lambda: form.end(choice, _usage([choice])))
     except Exception as error:
-        _, body = _error_body(error, request)
+        _, body = _error_body(error, request, form.id)
         yield form.failed(body)
 
 
