@@ -1,7 +1,7 @@
 // The charts of a run, by node's own runner: node --test tests/page
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { chartsOf, compared } from "../../src/rookery/server/page/overview.js";
+import { chartsOf, compared, sortedEvaluations } from "../../src/rookery/server/page/overview.js";
 
 const reward = (rows, evaluations) => chartsOf(rows, evaluations).find((chart) => chart.title === "Reward").lines.map((line) => [line.label, line.values]);
 
@@ -57,4 +57,20 @@ test("a compared run with several policies has a line for each", () => {
   assert.deepEqual(charts.find((chart) => chart.title === "Reward").lines.map((line) => [line.label, line.values]), [
     ["both: a", [0.1, null, 0.2]], ["both: b", [null, 0.7, null]], ["one", [null, 0.9, null]],
   ]);
+});
+
+test("every chart but those of the environment is explained, of whatever run", () => {
+  const row = { step: 1, version: 1, policy: "a", length_mean: 3, entropy: 1, kl: 1, logp_diff_mean: 0.1, zero_variance_share: 0.5, staleness_mean: 1, "seconds/queue": 1, grad_norm: 1, "reward/right": 1 };
+  const charts = [...chartsOf([{ ...row, reward: 1 }]), ...chartsOf([{ ...row, rows: 16, loss: 1, accuracy: 0.5, margin: 0.1 }])];
+  assert.equal(new Set(charts.map((chart) => chart.title)).size, 14);
+  assert.deepEqual(charts.filter((chart) => Boolean(chart.about) === Boolean(chart.environment)).map((chart) => chart.title), []);
+});
+
+test("the lengths of a run on rows are those of its rows", () => {
+  assert.deepEqual(chartsOf([{ step: 1, version: 1, rows: 16, loss: 1, length_mean: 30 }]).map((chart) => chart.title), ["Loss", "Row length"]);
+});
+
+test("evaluations are listed by policy, the newest version first", () => {
+  const found = sortedEvaluations([{ policy: "a", version: 0 }, { policy: "a", version: 10 }, { policy: "b", version: 9 }], ["b", "a"]);
+  assert.deepEqual(found.map((one) => [one.policy, one.version]), [["b", 9], ["a", 10], ["a", 0]]);
 });

@@ -29,7 +29,7 @@ CHARTS = (
     ("accuracy", "Preference", "share of pairs in which the chosen reply is preferred"),
     ("length_mean", "Reply length", "tokens"),
     ("entropy", "Entropy", "nats per token"),
-    ("logp_diff_mean", "Log-probability gap, engine − trainer", "nats per token"),
+    ("logp_diff_mean", "Log-probability gap", "nats per token, mean of |trainer − engine|"),
     ("zero_variance_share", "Groups without variance", "share"),
     ("loss", "Loss", "sum of the step"),
     ("staleness_mean", "Staleness", "optimizer steps"),

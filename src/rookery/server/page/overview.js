@@ -1,4 +1,4 @@
-// The charts of a run: which there are, from which fields. Pure functions: tests run them without a browser.
+// The charts of a run: which there are, from which fields, and what they mean. Pure functions: tests run them without a browser.
 import { duration, isNumber } from "./format.js";
 
 const FIRST = "reward/"; // a metric of the environment is reward/<name>
@@ -12,26 +12,34 @@ export function chartsOf(rows, evaluations = [], order = []) {
   const stages = [["queue", "seconds/queue"], ["generation", "seconds/generation"], ["environment", "seconds/environment"], ["waiting", "seconds/waiting"], ["training", "seconds/train"], ["commit", "seconds/commit"]];
   const metrics = [...new Set(rows.flatMap((row) => Object.keys(row).filter((name) => name.startsWith(FIRST))))].sort();
   const charts = [
-    onRows ? { title: "Loss", unit: "mean of the step", lines: [line("training", "loss"), ...evaluationLines(rows, evaluations, several, order)] }
-      : { title: "Reward", unit: "mean of the step", lines: [line("training", "reward"), ...evaluationLines(rows, evaluations, several, order)] },
-    ...(onRows ? [{ title: "Preference", unit: "share of pairs", lines: [line("chosen preferred", "accuracy")], most: 1 }, { title: "Margin", unit: "implicit reward", lines: [line("chosen − rejected", "margin")] }] : []),
-    { title: "Reply length", unit: "tokens", lines: [line("mean", "length_mean"), line("longest", "length_max")], digits: 1 },
-    { title: "Entropy", unit: "nats per token", lines: [line("entropy", "entropy")] },
-    { title: "KL to the start", unit: "nats per token", lines: [line("KL", "kl")] },
-    { title: "Log-prob gap, engine − trainer", unit: "nats per token", lines: [line("mean", "logp_diff_mean")] },
-    { title: "Groups without variance", unit: "% of groups", lines: [line("share", "zero_variance_share", { factor: 100 })], digits: 0, most: 100 },
-    { title: "Staleness", unit: "optimizer steps", lines: [line("mean", "staleness_mean"), line("oldest", "staleness_max")], digits: 2 },
+    onRows ? { title: "Loss", unit: "mean of the step", about: "The mean negative log-probability of the learned tokens, or the loss of the pairs. It should fall. The dots are held-out rows.", lines: [line("training", "loss"), ...evaluationLines(rows, evaluations, several, order)] }
+      : { title: "Reward", unit: "mean of the step", about: "It should rise, with noise, within 10 to 20 steps. The dots are means on held-out prompts; the dashed line is the reward of the best reply that is always the same.", lines: [line("training", "reward"), ...evaluationLines(rows, evaluations, several, order)] },
+    ...(onRows ? [
+      { title: "Preference", unit: "share of pairs", about: "How often the chosen reply has gained more probability than the rejected one. It should rise above a half.", lines: [line("chosen preferred", "accuracy")], most: 1 },
+      { title: "Margin", unit: "implicit reward", about: "How much more the chosen reply has gained than the rejected one.", lines: [line("chosen − rejected", "margin")] },
+    ] : []),
+    onRows ? { title: "Row length", unit: "tokens", about: "Tokens of the step's rows, prompts included.", lines: [line("mean", "length_mean"), line("longest", "length_max")], digits: 1 }
+      : { title: "Reply length", unit: "tokens", about: "Sampled tokens of an episode. Where the longest one is at sampling.max_tokens in most steps, replies are cut.", lines: [line("mean", "length_mean"), line("longest", "length_max")], digits: 1 },
+    { title: "Entropy", unit: "nats per token", about: "How undecided the policy is about its next token. It should fall slowly; at 0 after a few steps every reply is the same.", lines: [line("entropy", "entropy")] },
+    { title: "KL to the start", unit: "nats per token", about: "How far the policy has moved from the one that it began with.", lines: [line("KL", "kl")] },
+    { title: "Log-prob gap", unit: "nats per token, mean of |trainer − engine|", about: "The difference between the trainer's and the engine's log-probabilities. At staleness 0 it is numerical error alone, below 0.06; above, it also holds what the policy has learned since it sampled.", lines: [line("mean", "logp_diff_mean")] },
+    { title: "Groups without variance", unit: "% of groups", about: "Groups whose answers all earned the same: they teach nothing. Near 100 % the task is too hard, too easy, or needs partial credit.", lines: [line("share", "zero_variance_share", { factor: 100 })], digits: 0, most: 100 },
+    { title: "Staleness", unit: "optimizer steps", about: "How many steps the policy had taken since it sampled what it trains on; at most algorithm.max_staleness.", lines: [line("mean", "staleness_mean"), line("oldest", "staleness_max")], digits: 2 },
     ...policies.map((policy) => ({ // each has six lines already
       title: several ? `Seconds by stage: ${policy}` : "Seconds by stage", unit: "s", show: duration, main: "generation",
+      about: "Of a mean episode: the queue, generation, its environment. Of the step: waiting for complete groups, training, commit. The largest one is where the time goes.",
       lines: stages.map(([label, name]) => ({ label, values: of(policy, name) })),
     })),
-    { title: "Gradient norm", unit: "L2, before clipping", lines: [line("norm", "grad_norm")] },
+    { title: "Gradient norm", unit: "L2, before clipping", about: "The size of the step's gradient. A sudden rise is a warning; optimizer.grad_clip bounds its effect.", lines: [line("norm", "grad_norm")] },
     ...metrics.map((name) => ({ title: name.slice(FIRST.length), unit: "metric of the environment", environment: true, lines: [line("mean", name)] })),
   ];
   return charts
     .map((chart) => ({ ...chart, lines: chart.lines.flat().filter((one) => one.values.some(isNumber)) }))
     .filter((chart) => chart.lines.length > 0 && (chart.title !== "KL to the start" || chart.lines.some((one) => one.values.some((value) => value))));
 }
+
+/** Evaluations by policy in the job's `order`, the newest version first. */
+export const sortedEvaluations = (evaluations, order) => [...evaluations].sort((a, b) => order.indexOf(a.policy) - order.indexOf(b.policy) || b.version - a.version);
 
 /** The charts of several runs on the same steps, those of a run's overview: [{title, unit, digits, show, lines}] with the first or main line of each policy of each run. Pure. */
 export function compared(all, names) {

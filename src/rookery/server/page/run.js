@@ -5,6 +5,7 @@ import { Actions } from "./actions.js";
 import { Axis, Chart } from "./chart.js";
 import { ago, count, duration, isNumber, number, percent, reward, route, steps, time } from "./format.js";
 import { chartsOf } from "./overview.js";
+import { Evaluations } from "./evaluations.js";
 import { Episode } from "./episode.js";
 import { Episodes } from "./episodes.js";
 import { Events } from "./events.js";
@@ -48,12 +49,12 @@ export function Run({ path, query, account }) {
   const [, job, tab = ""] = path;
   const stream = useMetrics(job);
   const { data: view, error, since, reload } = useData(jobPath(job), stream.live || stream.since || !stream.job ? 3000 : 15000);
-  useTitle(view ? `${view.name}, ${(TABS.find(([name]) => name === tab)?.[1] ?? tab).toLowerCase()} ${path[2] === "step" ? path[3] : ""}`.trim() : "Run");
+  useTitle(view ? `${view.name}${view.state === "completed" ? "" : ` (${view.state})`}, ${(TABS.find(([name]) => name === tab)?.[1] ?? tab).toLowerCase()} ${path[2] === "step" ? path[3] : ""}`.trim() : "Run");
   if (error && !view) return html`<${Problem} error=${error} />`;
   if (!view) return html`<${Loading} />`;
   const Inside = Object.hasOwn(INSIDE, tab) ? INSIDE[tab] : null, tabs = TABS.filter(([name]) => !onRows(view) || !["steps", "episodes"].includes(name));
   return html`
-    <div class="bar"><h1>${view.name}</h1><${Badge} state=${view.state} />
+    <div class="bar"><h1>${view.name}</h1><span role="status"><${Badge} state=${view.state} /></span>
       ${stream.live && view.state === "running" && html`<span class="good small">● live</span>`}
       <span class="muted small">${view.id}</span></div>
     ${error ? html`<div class="notice warn" role="status">${error.status === 404 ? "This run is deleted" : temporary(error) ? `No answer since ${time(since)}: ${error.message}` : `Refused since ${time(since)}: ${error.message}`}. The figures below are from before.</div>`
@@ -83,29 +84,36 @@ function RunTimeline({ job, view, account }) {
   return html`<${Timeline} path=${jobPath(job, "timeline")} trace=${jobPath(job, "trace")} account=${account} job=${job} first=${view.finished && view.started ? { start: view.started, end: view.finished + 1 } : null} names=${{ [view.id]: view.name }} />`;
 }
 
+/** The meaning of each chart that has one. */
+const Meaning = ({ charts }) => html`<details class="meaning small"><summary>Meaning of the charts</summary><dl>${charts.filter((chart) => chart.about).map((chart) => html`<dt key=${chart.title}>${chart.title}</dt><dd>${chart.about}</dd>`)}</dl></details>`;
+
 function Overview({ job, view, stream }) {
   const [weight, setWeight] = useState(0), [zoom, setZoom] = useState(null);
-  const { data: evaluations } = useData(`${jobPath(job, "evaluations")}?held_out=false&limit=1000`, view.finished ? 0 : 10000, getAll);
+  const { data: evaluations, error: unread } = useData(`${jobPath(job, "evaluations")}?held_out=false&limit=1000`, view.finished ? 0 : 10000, getAll);
   const rows = stream.rows, steps = rows.map((row) => row.step);
   if (!stream.loaded) return html`<${Loading} />`;
-  if (rows.length === 0) return html`<${Problem} error=${stream.error} /><${Empty}>No step is committed yet. ${view.waits_for && `The run waits for: ${view.waits_for}.`}<//>`;
+  const health = html`<${Health} job=${job} view=${view} /><${Problem} error=${evaluations ? null : unread} />`; // a run without a step may be the one with alarms
+  if (rows.length === 0) return html`${health}<${Problem} error=${stream.error} /><${Empty}>${view.finished ? "No step was committed." : "No step is committed yet."} ${view.waits_for && `The run waits for: ${view.waits_for}.`}<//>`;
   const charts = chartsOf(rows, evaluations ?? [], Object.keys(view.spec.policies));
   const rowsOnly = onRows(view), open = (step) => { if (step !== undefined && !rowsOnly) location.hash = route(["run", job, "step", String(step)]); };
   const draw = (chart) => html`<${Chart} key=${chart.title} ...${chart} steps=${steps} weight=${weight} zoom=${zoom} onZoom=${setZoom} onStep=${open} />`;
+  const newest = rows.filter((row) => !zoom || (row.step >= zoom[0] && row.step <= zoom[1])).slice(-STEPS_SHOWN).reverse(); // of the steps that the charts show
   const environment = charts.filter((chart) => chart.environment), several = rows.some((row) => row.policy); // where several train
   return html`
-    <${Health} job=${job} view=${view} />
+    ${health}
     <div class="bar"><${Axis} steps=${steps} weight=${weight} onWeight=${setWeight} zoom=${zoom} onZoom=${setZoom} />
       <span class="muted small right mouse">drag to zoom, double-click to show all${rowsOnly ? "" : ", click to open a step"}</span>${!rowsOnly && html`<span class="muted small touch">touch a step to open it</span>`}</div>
+    <${Meaning} charts=${charts} />
     <div class="charts">${charts.filter((chart) => !chart.environment).map(draw)}</div>
     ${environment.length > 0 && html`<h2>Metrics of the environment</h2><div class="charts">${environment.map(draw)}</div>`}
-    <h2>Newest steps</h2>
+    <${Evaluations} evaluations=${evaluations ?? []} order=${Object.keys(view.spec.policies)} />
+    <h2>${zoom ? "Last steps shown" : "Newest steps"}</h2>
     ${rowsOnly ? html`<${Scroll} label="Newest steps"><table><thead><tr><th class="number">Step</th>${several && html`<th>Policy</th>`}<th class="number">Version</th><th class="number">Loss</th><th class="number">Rows</th><th class="number">Tokens learned</th><th class="number">Length, tokens</th><th class="number">Training</th><th>Committed</th></tr></thead>
-      <tbody>${rows.slice(-STEPS_SHOWN).reverse().map((row) => html`<tr key=${row.step}><td class="number">${row.step}</td>${several && html`<td>${row.policy}</td>`}<td class="number">${row.version}</td><td class="number">${number(row.loss)}</td><td class="number">${count(row.rows)}</td><td class="number">${count(row.tokens)}</td>
+      <tbody>${newest.map((row) => html`<tr key=${row.step}><td class="number">${row.step}</td>${several && html`<td>${row.policy}</td>`}<td class="number">${row.version}</td><td class="number">${number(row.loss)}</td><td class="number">${count(row.rows)}</td><td class="number">${count(row.tokens)}</td>
         <td class="number">${number(row.length_mean, 1)}</td><td class="number">${duration(row["seconds/train"])}</td><td class="small">${time(row.time)}</td></tr>`)}</tbody></table><//>` : html`<${Scroll} label="Newest steps"><table><thead><tr><th class="number">Step</th>${several && html`<th>Policy</th>`}<th class="number">Version</th><th class="number">Reward</th><th class="number">Spread</th>
       <th class="number">Episodes</th><th class="number">No variance</th><th class="number">Length, tokens</th><th class="number">Staleness</th><th class="number">Generation</th><th class="number">Training</th><th>Committed</th></tr></thead>
-      <tbody>${rows.slice(-STEPS_SHOWN).reverse().map((row) => html`<tr key=${row.step}>
-        <td class="number"><a href=${route(["run", job, "step", String(row.step)])}>${row.step}</a></td>${several && html`<td>${row.policy}</td>`}<td class="number">${row.version}</td><td class="number">${reward(row.reward)}</td><td class="number">± ${number(row.reward_std)}</td>
+      <tbody>${newest.map((row) => html`<tr key=${row.step}>
+        <td class="number"><a href=${route(["run", job, "step", String(row.step)])}>${row.step}</a></td>${several && html`<td>${row.policy}</td>`}<td class="number">${row.version}</td><td class="number">${reward(row.reward)}</td><td class="number">${number(row.reward_std)}</td>
         <td class="number">${count(row.episodes)}</td><td class="number">${percent(row.zero_variance_share)}</td><td class="number">${number(row.length_mean, 1)}</td><td class="number">${number(row.staleness_mean, 2)}</td>
         <td class="number">${duration(row["seconds/generation"])}</td><td class="number">${duration(row["seconds/train"])}</td><td class="small">${time(row.time)}</td></tr>`)}</tbody></table><//>`}`;
 }
