@@ -1,6 +1,6 @@
 // Two models side by side: the base next to a version, or two versions, with the same messages.
 import { useEffect, useState } from "preact/hooks";
-import { call, jobPath, useData } from "./api.js";
+import { call, getAll, jobPath, useData } from "./api.js";
 import { counted, number } from "./format.js";
 import { Empty, Loading, Problem, html } from "./parts.js";
 import { Walk } from "./tokens.js";
@@ -21,7 +21,8 @@ export const history = (turns, last) => turns.slice(0, last + 1).flatMap((turn, 
 
 export function Chat({ query, account }) {
   const asked = (query.target ?? "").split(/[/@]/)[0], given = query.target ?? "";
-  const { data: models, error: unread } = useData("/api/v1/models"), { data: newest } = useData("/api/v1/runs?limit=200"), { data: one } = useData(asked ? `/api/v1/runs?${new URLSearchParams({ id: asked })}` : null);
+  const { data: models, error: noModels } = useData("/api/v1/models"), { data: newest, error: noRuns } = useData("/api/v1/runs?limit=200"), { data: one, error: notOne } = useData(asked ? `/api/v1/runs?${new URLSearchParams({ id: asked })}` : null);
+  const unread = noModels ?? noRuns ?? notOne;
   const runs = newest && (one || !asked) ? [...newest.runs, ...(one?.runs ?? []).filter((run) => newest.runs.every((other) => other.id !== run.id))] : null;
   const [targets, setTargets] = useState(["", given]), [sides, setSides] = useState([[], []]);
   const [options, setOptions] = useState({ n: 1, temperature: 1, maxTokens: 128, seed: "", system: "" }), [text, setText] = useState(""), [busy, setBusy] = useState(null), [error, setError] = useState(null); // busy: what ends the requests
@@ -70,7 +71,7 @@ export function Chat({ query, account }) {
   return html`<div class="bar"><h1>Chat</h1>${option("n", "samples", { min: 1, max: SAMPLES })}${option("temperature", "temperature", { min: 0, max: 10, step: 0.1 })}${option("maxTokens", "longest reply, tokens", { min: 1 })}${option("seed", "seed", { min: 0, placeholder: "any" })}
       ${users && html`<button class="right" disabled=${busy} onClick=${() => setSides([[], []])}>New conversation</button>`}</div>
     <details class="part system" open=${options.system !== ""}><summary>System message ${options.system === "" && html`<span class="muted">the model's default</span>`}</summary><textarea rows="2" aria-label="System message" value=${options.system} onInput=${(event) => setOptions({ ...options, system: event.target.value })}></textarea></details>
-    <${Problem} error=${error ?? (models ? null : unread)} />
+    <${Problem} error=${error ?? unread} />
     ${(!models || !runs) && !unread && html`<${Loading} />`}
     ${models && usable.length === 0 && html`<${Empty}>No base model is loaded yet: chat needs a worker.<//>`}
     <div class="two">${targets.map((target, side) => html`<section key=${side} class="panel side" aria-label=${side ? "Right" : "Left"}>
@@ -88,15 +89,15 @@ export function Chat({ query, account }) {
 /** A base model, or a run, one of its policies and one of its versions. */
 function Target({ value, label, models, runs, onChange }) {
   const { run, job, policy, version } = partsOf(value, runs);
-  const { data: view } = useData(run ? jobPath(job) : null), policies = Object.keys(view?.spec.policies ?? {});
+  const { data: view, error: noView } = useData(run ? jobPath(job) : null), policies = Object.keys(view?.spec.policies ?? {});
   const shown = policy || policies[0];
-  const { data: versions } = useData(shown ? `${jobPath(job, "policies", encodeURIComponent(shown), "versions")}?limit=1000` : null);
+  const { data: versions, error: noVersions } = useData(shown ? `${jobPath(job, "policies", encodeURIComponent(shown), "versions")}?limit=1000` : null, 0, getAll);
   return html`<select aria-label=${label} value=${job} onChange=${(event) => onChange(event.target.value)}><option value="">nothing</option>
       <optgroup label="Base models">${models.map((one) => html`<option value=${one.name}>${one.name}</option>`)}</optgroup>
       <optgroup label="Runs">${runs.map((one) => html`<option value=${one.id}>${one.name} (${counted(one.step, "step")})</option>`)}</optgroup></select>
     ${policies.length > 1 && html`<select aria-label=${`${label}: policy`} value=${shown} onChange=${(event) => onChange(targetOf(job, event.target.value, ""))}>${policies.map((name) => html`<option value=${name}>${name}</option>`)}</select>`}
     ${run && html`<select aria-label=${`${label}: version`} value=${version} onChange=${(event) => onChange(targetOf(job, policy, event.target.value))}><option value="">newest version</option>
-      ${(versions ?? []).filter((one) => one.kept).reverse().map((one) => html`<option value=${one.version}>version ${one.version}, step ${one.step}</option>`)}</select>`}`;
+      ${(versions ?? []).filter((one) => one.kept).reverse().map((one) => html`<option value=${one.version}>version ${one.version}, step ${one.step}</option>`)}</select>`}<${Problem} error=${noView ?? noVersions} />`;
 }
 
 function Tokens({ sample }) {

@@ -17,7 +17,7 @@ export function Episodes({ job, view, query }) {
   const filters = ["text", "failed", "min_reward", "max_reward", "version"].filter((name) => query[name]);
   for (const name of filters) wanted.set(name, query[name]);
   const { data, error } = useData(`${jobPath(job, "episodes")}?${wanted}`);
-  const { data: failures } = useData(failed ? jobPath(job, "failures") : null);
+  const { data: failures, error: unread } = useData(failed ? jobPath(job, "failures") : null);
   useEffect(() => setText(query.text ?? ""), [query.text]); // a link or the way back changes it, too
   useEffect(() => { setMore({ pages: [], of: data }); setGoal(PAGE); setProblem(null); }, [data]);
   const pages = data ? [data, ...(more.of === data ? more.pages : [])] : [], last = pages.at(-1);
@@ -37,7 +37,7 @@ export function Episodes({ job, view, query }) {
       <label>reward from <input type="number" step="any" class="short" value=${query.min_reward ?? ""} onChange=${(event) => go({ min_reward: event.target.value })} /></label>
       <label>to <input type="number" step="any" class="short" value=${query.max_reward ?? ""} onChange=${(event) => go({ max_reward: event.target.value })} /></label>
     </form>
-    ${data ? html`<${Problem} error=${error ?? problem} />` : html`<${Loading} error=${error} />`}
+    ${data ? html`<${Problem} error=${error ?? problem ?? unread} />` : html`<${Loading} error=${error} />`}
     ${failures?.length > 0 && html`<div class="panel"><h2 class="sub">Why episodes failed</h2><table><tbody>${failures.map((one) => html`<tr><td class="number">${count(one.episodes)}×</td><td class="wrap"><code>${one.error}</code></td></tr>`)}</tbody></table></div>`}
     ${data && !last.next && shown.length === 0 && html`<${Empty}>${filters.length ? "No episode that is kept is like that." : noneOf("episode", view)}<//>`}
     ${shown.map((one) => html`<section key=${one.episode} class="found"><p class="small muted"><a href=${route(["run", job, "group", one.group])}>group ${one.ordinal}</a>${one.consumed_by !== null ? `, trained into version ${one.consumed_by}` : ""}, ${ago(one.finished)} ago: <span class="prompt">${shorten(prompts(one.prompt), 200)}</span></p>

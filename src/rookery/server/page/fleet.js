@@ -6,14 +6,14 @@ import { Badge, Empty, Facts, Loading, Problem, Scroll, html } from "./parts.js"
 const REFRESH = 2000, EVENTS = 40;
 
 export function Fleet() {
-  const { data: workers, error } = useData("/api/v1/workers", REFRESH), { data: health } = useData("/api/v1/health", REFRESH);
-  const { data: costs } = useData("/api/v1/costs", 5 * REFRESH), { data: events } = useData(`/api/v1/workers/events?limit=${EVENTS}`, REFRESH);
+  const { data: workers, error } = useData("/api/v1/workers", REFRESH), { data: health, error: noHealth } = useData("/api/v1/health", REFRESH);
+  const { data: costs, error: noCosts } = useData("/api/v1/costs", 5 * REFRESH), { data: events, error: noEvents } = useData(`/api/v1/workers/events?limit=${EVENTS}`, REFRESH);
   if (!workers) return html`<${Loading} error=${error} />`;
   const totals = health?.totals ?? {}, gauges = health?.gauges ?? {}, sites = workers.some((worker) => worker.site);
   return html`<div class="bar"><h1>Fleet</h1><span class="muted right">${counted(workers.length, "worker")}</span></div>
-    <${Problem} error=${error} />
-    ${health && html`<${Facts} facts=${[
-      ["requests running", count(gauges.requests_running)], ["requests waiting", count(gauges.requests_waiting)], ["environment hosts", count(gauges.environment_hosts)],
+    <${Problem} error=${error ?? noHealth ?? noCosts ?? noEvents} />
+    ${health && html`<${Facts} facts=${[["requests running", count(gauges.requests_running)], ["requests waiting", count(gauges.requests_waiting)], ["environment hosts", count(gauges.environment_hosts)]]} />
+    <h2 class="sub">Since the service started</h2><${Facts} facts=${[
       ["tokens sampled", number(totals.sampled_tokens)], ["tokens trained", number(totals.trained_tokens)], ["steps", count(totals.steps)],
       ["requests moved", count(totals.requests_migrated)], ["tokens saved by moving", count(totals.migrated_tokens)], ["workers lost", count(totals.worker_losses)], ["training retries", count(totals.training_retries)],
     ]} />`}

@@ -72,7 +72,7 @@ export function Steps({ job, view, path, rows }) {
       ${flats > 0 && html`<label><input type="checkbox" checked=${flat} onChange=${() => setFlat(!flat)} /> hide ${flats} without variance${ofPolicy(view)}</label>`}
       <span class="muted right">${counted(data.total, "group")}</span></div>
     ${same.length > 1 && html`<p class="muted small">Version ${row.version} holds ${same.length} steps (checkpoints.commit_every). Its groups are listed together; the figures are those of step ${step}.</p>`}
-    ${row && html`<${Facts} facts=${[["policy", row.policy ?? ""], ["reward", `${reward(row.reward)} ± ${number(row.reward_std)}`], ["version", String(data.version)], ["staleness", steps(row.staleness_mean)], ["reply length", `${number(row.length_mean, 1)} tokens`], ["committed", time(row.time)]]} />`}
+    ${row && html`<${Facts} facts=${[["policy", row.policy ?? ""], ["reward", reward(row.reward)], ["spread of rewards", number(row.reward_std)], ["version", String(data.version)], ["staleness", steps(row.staleness_mean)], ["reply length", `${number(row.length_mean, 1)} tokens`], ["committed", time(row.time)]]} />`}
     ${data.total === 0 ? html`<${Empty}>${step === null || view.finished ? noneOf("group", view) : "The groups of this step are not kept, or the step is not committed."}<//>` : html`
     <${Histogram} bins=${bins} rewards=${rewards} bin=${bin} onBin=${setBin} whose=${ofPolicy(view)} />
     <${Scroll} label="Groups"><table><thead><tr><th class="number">Group</th><th>Prompt</th><th>State</th><th>Rewards${ofPolicy(view)}</th><th class="number">Mean</th><th>Variance${ofPolicy(view)}</th><th class="number">Oldest version${ofPolicy(view)}</th><th>Ended</th></tr></thead>

@@ -7,7 +7,7 @@ import { Loading, Problem, html } from "./parts.js";
 import { reach } from "./text.js";
 
 export function Submit({ query }) {
-  const { data: api, error: unread } = useData("/openapi.json"), { data: models } = useData("/api/v1/models");
+  const { data: api, error: unread } = useData("/openapi.json"), { data: models, error: noModels } = useData("/api/v1/models");
   const [spec, setSpec] = useState(EXAMPLE), [tried, setTried] = useState(null), [error, setError] = useState(null), [busy, setBusy] = useState(""), [wrong, setWrong] = useState({}); // wrong: the fields that hold no JSON
   useEffect(() => {
     if (!query.from) return;
@@ -27,7 +27,7 @@ export function Submit({ query }) {
   const mark = (name, message) => setWrong(({ [name]: _, ...others }) => (message ? { ...others, [name]: message } : others));
   return html`<div class="bar"><h1>New run</h1><span class="muted">${query.from ? (query.version === undefined ? "with the settings of another run" : `from version ${query.version} of another run`) : "an example to change"}</span>
       <span class="right"><button onClick=${() => send("/api/v1/jobs/dry-run", setTried)} disabled=${busy !== ""}>${busy.endsWith("dry-run") ? "Tries it …" : "Dry run"}</button> <button class="main" disabled=${busy !== ""} onClick=${() => send("/api/v1/jobs", (view) => { location.hash = route(["run", view.id]); })}>Submit</button></span></div>
-    <${Problem} error=${error} />
+    <${Problem} error=${error ?? noModels} />
     ${tried && html`<${DryRun} tried=${tried} />`}
     <div class="two"><section class="panel form" aria-label="Settings">${fields.map((field) => field.name === "base_model"
       ? html`<label class="field" key="base_model">base_model <${About} field=${field} /><select value=${spec.base_model} onChange=${(event) => change(["base_model"], event.target.value)}>${[...new Set([spec.base_model, ...(models ?? []).filter((one) => one.state !== "refused").map((one) => one.name)])].map((name) => html`<option value=${name}>${name}</option>`)}</select></label>`

@@ -17,7 +17,7 @@ export function Tenants() {
   if (!data) return html`<${Loading} error=${error} />`;
   const chosen = data.find((one) => one.id === open);
   return html`<div class="bar"><h1>Tenants</h1><form class="bar right" onSubmit=${add}><input aria-label="Name of a new tenant" placeholder="name" value=${name} onInput=${(event) => setName(event.target.value)} required /><button>Add tenant</button></form></div>
-    <${Problem} error=${problem} />
+    <${Problem} error=${problem ?? error} />
     <${Scroll} label="Tenants"><table><thead><tr><th>Tenant</th><th class="number">Tokens today</th><th class="number">Requests</th><th class="number">Service time</th>${SHOWN.map((one) => html`<th class="number">${one.replaceAll("_", " ")}</th>`)}<th>Since</th></tr></thead>
       <tbody>${data.map((one) => html`<tr key=${one.id}><td class="wrap"><button aria-expanded=${one.id === open} onClick=${() => setOpen(one.id === open ? "" : one.id)}>${one.name}</button></td><td class="number">${count(one.tokens_today)}</td><td class="number">${count(one.requests)}</td><td class="number">${duration(one.service_seconds)}</td>
         ${SHOWN.map((limit) => html`<td class="number">${limited(one.limits[limit]) || limit !== "tokens_per_day" && one.limits[limit] < 1e15 ? number(one.limits[limit], 1) : "–"}${limit in one.overrides ? " *" : ""}</td>`)}<td class="small">${time(one.created)}</td></tr>`)}</tbody></table><//>
@@ -27,10 +27,10 @@ export function Tenants() {
 
 function Tenant({ tenant, reload }) {
   const path = `/api/v1/tenants/${encodeURIComponent(tenant.id)}`;
-  const { data: keys, reload: again } = useData(`${path}/keys?limit=1000`);
+  const { data: keys, error: unread, reload: again } = useData(`${path}/keys?limit=1000`, 0, getAll);
   const [label, setLabel] = useState(""), [made, setMade] = useState(null), [problem, setProblem] = useState(null), [limit, setLimit] = useState("jobs"), [value, setValue] = useState("");
   const act = async (work) => { try { await work(); setProblem(null); again(); reload(); } catch (one) { setProblem(one); } };
-  return html`<section class="panel"><h2>${tenant.name}</h2><${Problem} error=${problem} />
+  return html`<section class="panel"><h2>${tenant.name}</h2><${Problem} error=${problem ?? unread} />
     ${made && html`<div class="notice" role="status">The new key, shown only now: <code>${made.key}</code></div>`}
     <form class="bar" onSubmit=${(event) => { event.preventDefault(); act(async () => { setMade(await call("POST", `${path}/keys`, { label })); setLabel(""); }); }}><input aria-label="Label of a new key" placeholder="label" value=${label} onInput=${(event) => setLabel(event.target.value)} /><button>New key</button></form>
     <${Scroll} label="Keys"><table><thead><tr><th>Key</th><th>Label</th><th>Role</th><th>Created</th><th>Valid</th><th></th></tr></thead><tbody>${(keys ?? []).map((key) => html`<tr key=${key.id}><td class="mono">${key.id}</td><td>${key.label || "–"}</td><td>${key.role}</td><td class="small">${time(key.created)}</td>

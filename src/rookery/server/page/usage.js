@@ -21,11 +21,11 @@ export const quotas = (account) => Object.entries(account?.used ?? {}).map(([key
 
 export function Usage({ account }) {
   const [offset, setOffset] = useState(0);
-  const { data, error } = useData(`/api/v1/usage?offset=${offset}&limit=${PAGE}`, 10000), { data: me } = useData("/api/v1/account", 10000);
-  const { data: costs } = useData(account.role === "admin" ? "/api/v1/costs" : null, 10000);
+  const { data, error } = useData(`/api/v1/usage?offset=${offset}&limit=${PAGE}`, 10000), { data: me, error: noAccount } = useData("/api/v1/account", 10000);
+  const { data: costs, error: noCosts } = useData(account.role === "admin" ? "/api/v1/costs" : null, 10000);
   const bars = quotas(me);
   return html`<div class="bar"><h1>Usage</h1><a class="button right" href="/api/v1/usage.csv" download>Download as CSV</a></div>
-    ${data ? html`<${Problem} error=${error} />` : html`<${Loading} error=${error} />`}
+    ${data ? html`<${Problem} error=${error ?? noAccount ?? noCosts} />` : html`<${Loading} error=${error} />`}
     ${me && html`<section class="panel"><h2 class="sub">${me.name}</h2><${Facts} facts=${[["cost", number(me.cost.cost)], ["compute", duration(me.cost.seconds)]]} />
       <div class="quotas">${bars.map(({ name, used, most, show }) => html`<div key=${name}><span>${name}</span> ${most ? html`<meter min="0" max=${most} high=${0.9 * most} value=${Math.min(used, most)} aria-label=${`${name}: ${show(used)} of ${show(most)}`}></meter> <b>${show(used)}</b> of ${show(most)}` : html`<b>${show(used)}</b> <span class="muted">without a limit</span>`}</div>`)}</div></section>`}
     ${costs && html`<h2>Tenants</h2><${Scroll} label="Tenants"><table><thead><tr><th>Tenant</th><th class="number">Cost</th><th class="number">Compute</th><th class="number">Tokens per price unit</th><th class="number">Service time</th></tr></thead>
