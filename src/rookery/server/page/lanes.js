@@ -19,6 +19,9 @@ export function packed(spans) {
   return rows;
 }
 
+/** Whether two spans are the same one, which each answer of the service has again. */
+export const sameSpan = (a, b) => ["kind", "start", "worker", "job", "policy", "text"].every((name) => a[name] === b[name]);
+
 /** Seconds in which any of the spans ran. A span that stands for several ran for a share of its time; where such ones overlap, as those of several policies do, their shares count as independent. */
 export function seconds(spans) {
   const turns = spans.flatMap((span) => [[span.start, span, true], [span.end, span, false]]).sort((a, b) => a[0] - b[0]), running = new Set();

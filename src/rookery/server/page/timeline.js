@@ -1,9 +1,9 @@
 // The timeline: what each worker and each tenant or run did, from weeks to milliseconds.
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { getAll, useData } from "./api.js";
 import { now as serviceNow } from "./clock.js";
 import { duration, percent, route, time } from "./format.js";
-import { KINDS, LANES_SHOWN, MARKS, about, lanesOf, moved, packed, scaleOf, seconds, ticks, within, zoomed } from "./lanes.js";
+import { KINDS, LANES_SHOWN, MARKS, about, lanesOf, moved, packed, sameSpan, scaleOf, seconds, ticks, within, zoomed } from "./lanes.js";
 import { Empty, Loading, Problem, Scroll, html, useTheme } from "./parts.js";
 
 const STRIP = 12, HEAD = 17, AXIS = 22, GAP = 7, FINGER = 10; // pixels; a finger means a span within the last
@@ -12,6 +12,7 @@ const SPANS = [[60, "1 minute"], [600, "10 minutes"], [3600, "1 hour"], [86400, 
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const gutter = (width) => (width < 560 ? 84 : 170);
+const keyOf = (lane) => `${lane.worker}${lane.key}`;
 const heightOf = (lane) => HEAD + STRIP * Object.keys(lane.strips).length + GAP;
 
 /** `path` is the endpoint: that of the service, or of a run. */
@@ -39,13 +40,13 @@ export function Timeline({ path = "/api/v1/timeline", trace = "/api/v1/timeline/
       ${Object.entries(MARKS).map(([kind, [glyph, , one]]) => html`<span key=${kind}><b class=${`mark-${kind}`} aria-hidden="true">${glyph}</b> ${one}</span>`)}</p>
     ${shown.complete_from > now.start && html`<p class="notice warn small" role="status">Spans before ${time(shown.complete_from)} are left out, as there are too many: choose a shorter time.</p>`}
     ${lanes.length === 0 ? html`<${Empty}>${shown.oldest > now.end ? `Nothing of this time is kept: what is kept begins at ${time(shown.oldest)}. ` : "Nothing happened in this time. "}${(shown.oldest < now.start || shown.oldest > now.end) && html`<button onClick=${all}>Show all that is kept</button>`}<//>` : html`
-      <${Lanes} lanes=${lanes.slice(0, LANES_SHOWN)} view=${now} onView=${go} onAll=${all} onAt=${setAt} />
-      <p class="small about" aria-live="polite">${at ? html`${about(at, names)}${at.job && !job && at.job.startsWith("job-") ? html` · <a href=${route(["run", at.job])}>open the run</a>` : ""}` : html`<span class="muted mouse">Point at a span. Drag to zoom, double-click to show all; with the keyboard: arrows, + and −.</span><span class="muted touch">Touch a span for what it is; drag across to zoom.</span>`}</p>
+      <${Lanes} lanes=${lanes.slice(0, LANES_SHOWN)} view=${now} at=${at} onView=${go} onAll=${all} onAt=${setAt} />
+      <p class="small about" aria-live="polite">${at ? html`${about(at.span, names)}${at.span.job && !job && at.span.job.startsWith("job-") ? html` · <a href=${route(["run", at.span.job])}>open the run</a>` : ""}` : html`<span class="muted mouse">Point at a span. Drag to zoom, double-click to show all. With the keyboard: ↑ and ↓ go from span to span, ← and → through time, + and − zoom.</span><span class="muted touch">Touch a span for what it is; drag across to zoom.</span>`}</p>
       ${lanes.length > LANES_SHOWN && html`<p class="muted small">${lanes.length - LANES_SHOWN} lanes more are in the table.</p>`}
       <${Shares} lanes=${lanes} view=${now} />`}`;
 }
 
-function Lanes({ lanes, view, onView, onAll, onAt }) {
+function Lanes({ lanes, view, at, onView, onAll, onAt }) {
   const canvas = useRef(null), spots = useRef([]), drag = useRef(null);
   const [width, setWidth] = useState(0);
   useTheme(); // the canvas has its colors from it
@@ -55,17 +56,21 @@ function Lanes({ lanes, view, onView, onAll, onAt }) {
     return () => watch.disconnect();
   }, []);
   const height = AXIS + lanes.reduce((sum, lane) => sum + heightOf(lane), 0), left = gutter(width);
-  useEffect(() => { if (width) spots.current = draw(canvas.current, lanes, view, width, height); });
+  useLayoutEffect(() => { if (width) spots.current = draw(canvas.current, lanes, view, width, height, { at }); }); // at once, as a page that is printed waits for nothing
   const share = (event) => Math.min(1, Math.max(0, (event.offsetX - left) / (width - left)));
+  const show = (place) => {
+    const spot = spots.current[place];
+    if (at?.place !== place || !sameSpot(at, spot)) onAt(spot ? { ...spot, place } : null);
+  };
   const find = (event) => {
     const reach = event.pointerType === "touch" ? FINGER : 2; // pixels
     const hit = (spot) => event.offsetX >= spot.x - reach && event.offsetX <= spot.x + spot.width + reach && event.offsetY >= spot.y && event.offsetY <= spot.y + spot.height;
-    onAt(spots.current.findLast(hit)?.span ?? null);
+    show(spots.current.findLastIndex(hit));
   };
   const band = (event) => {
     if (!drag.current) return find(event);
     drag.current.to = share(event);
-    draw(canvas.current, lanes, view, width, height, drag.current);
+    draw(canvas.current, lanes, view, width, height, { band: drag.current });
     return undefined;
   };
   const release = (event) => {
@@ -76,14 +81,23 @@ function Lanes({ lanes, view, onView, onAll, onAt }) {
     const [a, b] = [Math.min(from, to), Math.max(from, to)];
     onView(zoomed({ start: view.start + a * length, end: view.start + b * length }, 1));
   };
+  const walk = (by) => {
+    const last = sameSpot(spots.current[at?.place], at) ? at.place : spots.current.findIndex((spot) => sameSpot(spot, at));
+    show(last < 0 ? 0 : Math.min(spots.current.length - 1, Math.max(0, last + by)));
+  };
   const key = (event) => {
+    const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (by) { event.preventDefault(); walk(by); return; }
     const to = { ArrowLeft: () => moved(view, -0.2), ArrowRight: () => moved(view, 0.2), "+": () => zoomed(view, 0.5), "=": () => zoomed(view, 0.5), "-": () => zoomed(view, 2) }[event.key];
     if (to) { event.preventDefault(); onView(to()); }
   };
-  const label = `Timeline of ${lanes.length} lanes over ${duration(view.end - view.start)}; the table below has its figures`;
-  return html`<div class="panel"><div class="lanes"><canvas ref=${canvas} height=${height} tabindex="0" role="img" aria-label=${label} onKeyDown=${key} onPointerMove=${band} onPointerLeave=${(event) => { if (event.pointerType !== "touch") onAt(null); }}
+  const label = `Timeline of ${lanes.length} lanes over ${duration(view.end - view.start)}; the up and down arrow keys go from span to span; the table below has its figures`;
+  return html`<div class="panel"><div class="lanes"><canvas ref=${canvas} height=${height} tabindex="0" role="application" aria-label=${label} onKeyDown=${key} onPointerMove=${band} onPointerLeave=${(event) => { if (event.pointerType !== "touch") onAt(null); }}
     onPointerDown=${(event) => { drag.current = { from: share(event), to: share(event) }; event.target.setPointerCapture(event.pointerId); }} onPointerUp=${release} onPointerCancel=${() => { drag.current = null; }} onDblClick=${onAll}></canvas></div></div>`;
 }
+
+/** Whether two spots are of the same span in the same lane: a worker's and its owner's both have it. */
+const sameSpot = (a, b) => Boolean(a && b) && a.lane === b.lane && sameSpan(a.span, b.span);
 
 /** As much of a text as `room` pixels hold; the table has all of it. */
 function fitting(paint, text, room) {
@@ -93,8 +107,8 @@ function fitting(paint, text, room) {
   return `${text.slice(0, length)}…`;
 }
 
-/** Paints the lanes; returns where each span is: [{x, y, width, height, span}]. */
-function draw(canvas, lanes, view, width, height, band = null) {
+/** Paints the lanes, with a frame around the spot `at` and a shade over the `band` that is dragged; returns where each span is: [{x, y, width, height, span, lane}]. */
+function draw(canvas, lanes, view, width, height, { at = null, band = null }) {
   const scale = scaleOf(width, height, devicePixelRatio || 1), left = gutter(width), found = [];
   canvas.width = width * scale; canvas.height = height * scale;
   canvas.style.width = `${width}px`; canvas.style.height = `${height}px`;
@@ -109,14 +123,14 @@ function draw(canvas, lanes, view, width, height, band = null) {
     if (x(at) + 58 < width) paint.fillText(label, x(at) + 3, AXIS / 2);
   }
   let y = AXIS;
-  const box = (span, top, tall, shade, most = 1) => {
+  const box = (lane, span, top, tall, shade, most = 1) => {
     const from = Math.max(left, x(span.start)), until = Math.min(width, Math.max(x(span.end), x(span.start) + 1));
     if (until <= left || from >= width) return;
     paint.fillStyle = shade;
     paint.globalAlpha = span.count > 1 && span.end > span.start ? most * (0.35 + 0.65 * Math.min(1, span.covered / (span.end - span.start))) : most;
     paint.fillRect(from, top, Math.max(1, until - from - (until - from > 4 ? 0.5 : 0)), tall);
     paint.globalAlpha = 1;
-    found.push({ x: from, y: top, width: until - from, height: tall, span });
+    found.push({ x: from, y: top, width: until - from, height: tall, span, lane });
   };
   for (const lane of lanes) {
     paint.fillStyle = color("--text");
@@ -124,7 +138,7 @@ function draw(canvas, lanes, view, width, height, band = null) {
     const whole = `worker ${lane.name}`, room = left - 12; // the marks begin at `left`
     paint.fillText(lane.worker && paint.measureText(whole).width <= room ? whole : fitting(paint, lane.name, room), 2, y + HEAD / 2);
     paint.font = "10px system-ui, sans-serif";
-    for (const span of lane.idle) box(span, y + HEAD - 5, 2, color(KINDS.idle));
+    for (const span of lane.idle) box(keyOf(lane), span, y + HEAD - 5, 2, color(KINDS.idle));
     let top = y + HEAD;
     for (const [kind, spans] of Object.entries(lane.strips)) {
       paint.fillStyle = color("--muted");
@@ -132,7 +146,7 @@ function draw(canvas, lanes, view, width, height, band = null) {
       paint.fillText(kind === "busy" ? "others" : kind, left - 6, top + STRIP / 2);
       paint.textAlign = "left";
       const rows = packed(spans), tall = Math.max(1.5, (STRIP - 2) / Math.max(1, rows.length));
-      rows.forEach((row, place) => row.forEach((span) => box(span, top + Math.min(place * tall, STRIP - 3), Math.max(1, tall - (tall > 3 ? 0.5 : 0)), color(KINDS[kind]), kind === "busy" ? 0.5 : 1)));
+      rows.forEach((row, place) => row.forEach((span) => box(keyOf(lane), span, top + Math.min(place * tall, STRIP - 3), Math.max(1, tall - (tall > 3 ? 0.5 : 0)), color(KINDS[kind]), kind === "busy" ? 0.5 : 1)));
       top += STRIP;
     }
     paint.font = "12px system-ui, sans-serif";
@@ -141,11 +155,17 @@ function draw(canvas, lanes, view, width, height, band = null) {
       if (place < left || place > width) continue;
       paint.fillStyle = color(name);
       paint.fillText(glyph, place - 5, y + HEAD / 2 - 1);
-      found.push({ x: place - 6, y, width: 12, height: HEAD, span });
+      found.push({ x: place - 6, y, width: 12, height: HEAD, span, lane: keyOf(lane) });
     }
     y += heightOf(lane);
     paint.fillStyle = color("--line");
     paint.fillRect(0, y - GAP / 2, width, 1);
+  }
+  const framed = at && (sameSpot(found[at.place], at) ? found[at.place] : found.find((spot) => sameSpot(spot, at)));
+  if (framed) {
+    paint.strokeStyle = color("--text");
+    paint.lineWidth = 2;
+    paint.strokeRect(framed.x - 1, framed.y - 1, framed.width + 2, framed.height + 2);
   }
   if (band) {
     paint.globalAlpha = 0.18;
@@ -164,12 +184,12 @@ function Shares({ lanes, view }) {
     return total > 0 ? html`${duration(total)} <span class="muted small">${percent(total / length)}</span>` : "–";
   };
   return html`<${Scroll} label="Time by lane"><table><thead><tr><th>Lane</th>${kinds.map((kind) => html`<th key=${kind} class="number">${kind === "busy" ? "busy for others" : kind}</th>`)}<th>Moments</th></tr></thead>
-    <tbody>${lanes.map((lane) => html`<tr key=${`${lane.worker}${lane.key}`}><td class="wrap">${lane.worker ? "worker " : ""}<b>${lane.name}</b></td>${kinds.map((kind) => html`<td key=${kind} class="number">${cell(kind === "idle" ? lane.idle : lane.strips[kind])}</td>`)}
+    <tbody>${lanes.map((lane) => html`<tr key=${keyOf(lane)}><td class="wrap">${lane.worker ? "worker " : ""}<b>${lane.name}</b></td>${kinds.map((kind) => html`<td key=${kind} class="number">${cell(kind === "idle" ? lane.idle : lane.strips[kind])}</td>`)}
       <td class="small wrap">${Object.keys(MARKS).map((kind) => [kind, lane.marks.filter((mark) => mark.kind === kind).reduce((sum, mark) => sum + mark.count, 0)]).filter(([, number]) => number).map(([kind, number]) => `${number} ${MARKS[kind][number === 1 ? 2 : 3]}`).join(", ") || "–"}</td></tr>`)}</tbody></table><//>`;
 }
 
 export function TimelineView({ account }) {
-  const { data: runs } = useData("/api/v1/runs?limit=200", 30000), { data: tenants } = useData(account.role === "admin" ? "/api/v1/tenants?limit=1000" : null, 30000, getAll);
+  const { data: runs, error: noRuns } = useData("/api/v1/runs?limit=200", 30000), { data: tenants, error: noTenants } = useData(account.role === "admin" ? "/api/v1/tenants?limit=1000" : null, 30000, getAll);
   const names = Object.fromEntries([...(runs?.runs ?? []).map((run) => [run.id, run.name]), ...(tenants ?? []).map((one) => [one.id, one.name])]);
-  return html`<div class="bar"><h1>Timeline</h1><span class="muted">${account.role === "admin" ? "workers and tenants" : "workers and your runs; work of others without a name"}</span></div><${Timeline} account=${account} names=${names} />`;
+  return html`<div class="bar"><h1>Timeline</h1><span class="muted">${account.role === "admin" ? "workers and tenants" : "workers and your runs; work of others without a name"}</span></div><${Problem} error=${noRuns ?? noTenants} /><${Timeline} account=${account} names=${names} />`;
 }
