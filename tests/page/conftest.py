@@ -15,15 +15,30 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
         yield made
 
 
+ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage"]
+
+
 @pytest.fixture(scope="session")
-def chromium() -> Iterator[Any]:
+def playwright() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="make test-page installs it")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
-        yield browser
-        browser.close()
+    with sync_api.sync_playwright() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def chromium(playwright: Any) -> Iterator[Any]:
+    browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def large_text(playwright: Any) -> Iterator[Any]:
+    """A browser whose text is set to twice the usual size."""
+    arguments = [*ARGUMENTS, "--blink-settings=defaultFontSize=32"]
+    browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=arguments)
+    yield browser
+    browser.close()
 
 
 @pytest.fixture

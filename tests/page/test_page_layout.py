@@ -129,7 +129,7 @@ SPAN = """() => {
 """Where a picture of lanes has something coloured under its first head."""
 
 
-@pytest.fixture(params=[360, 1360])
+@pytest.fixture(params=[320, 360, 768, 1360, 1920])
 def wide(request: pytest.FixtureRequest, chromium: Any, town: Town) -> Iterator[Any]:
     yield from signed_in(chromium, town, viewport={"width": request.param, "height": 800})
 
@@ -158,11 +158,21 @@ def each_view(page: Any, town: Town) -> Iterator[str]:
         yield view
 
 
-def test_nothing_is_cut_or_covered_on_a_phone_and_on_a_screen(wide: Any, town: Town) -> None:
-    found = {
-        view: problems for view in each_view(wide, town) if (problems := wide.evaluate(CUT) + wide.evaluate(COVERED))
+def cut_or_covered(page: Any, town: Town) -> dict[str, Any]:
+    return {
+        view: problems for view in each_view(page, town) if (problems := page.evaluate(CUT) + page.evaluate(COVERED))
     }
-    assert found == {}
+
+
+def test_nothing_is_cut_or_covered_on_a_phone_and_on_a_screen(wide: Any, town: Town) -> None:
+    """320 pixels are a window of 1280 at a zoom of 400%."""
+    assert cut_or_covered(wide, town) == {}
+
+
+def test_text_grows_with_the_size_that_the_browser_is_set_to(large_text: Any, town: Town) -> None:
+    for page in signed_in(large_text, town, viewport={"width": 1280, "height": 800}):
+        assert page.evaluate("getComputedStyle(document.documentElement).fontSize") == "30px"
+        assert cut_or_covered(page, town) == {}
 
 
 def test_hints_of_a_phone_suit_a_finger(chromium: Any, town: Town) -> None:
@@ -198,6 +208,103 @@ def test_paper_is_light_and_has_whole_texts(page: Any, town: Town) -> None:
     assert page.evaluate(colors) == ["rgb(245, 246, 249)", "rgb(27, 35, 48)"] != dark
     assert page.locator("header.top").is_hidden() and page.locator(".actions").is_hidden()
     assert page.locator(".tokens").evaluate("one => one.scrollHeight <= one.clientHeight")
+    assert page.locator(".token").first.evaluate("one => getComputedStyle(one).printColorAdjust") == "exact"
+
+
+def test_paper_has_the_texts_of_buttons_that_are_read(page: Any, town: Town) -> None:
+    """The heads of a table, the bars of a histogram, the names of tenants."""
+    town.keys["admin"] = town.service.key
+    sign_in(page, town, "admin")
+    page.emulate_media(media="print")
+    read = {
+        "runs": "th >> text=Reward",
+        f"run/{town.done.id}/step/1": ".histogram button svg",
+        "tenants": "td >> text=ada",
+    }
+    for view, found in read.items():
+        page.goto(f"{town.service.url}/#/{view}")
+        page.wait_for_selector(found, state="attached")
+        assert page.locator(found).first.is_visible(), view
+    assert page.locator("button >> text=Add tenant").is_hidden()
+
+
+def test_reasoning_is_on_paper_and_folded_again_after_it(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    group = town.done.groups()[0].group
+
+    def reasoned(route: Any) -> None:
+        found = (answer := route.fetch()).json()
+        found["members"][0]["replies"] = ["<think>so it is</think>4"]
+        route.fulfill(response=answer, json=found)
+
+    page.route(f"**/groups/{group}", reasoned)
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/group/{group}")
+    page.wait_for_selector("details.think")
+    page.evaluate(
+        """() => matchMedia("print").addEventListener("change", ({ matches }) => {
+            if (matches) window.printed = document.querySelector("details.think pre").checkVisibility();
+        })"""
+    )
+    page.pdf()
+    assert page.evaluate("printed") is True
+    assert page.locator("details.think pre").is_hidden()
+
+
+PRINTED = """() => {
+  const printed = [];
+  matchMedia("print").addEventListener("change", ({ matches }) => {
+    if (matches) for (const one of document.querySelectorAll("canvas")) printed.push([one.toDataURL(), one.getBoundingClientRect().right <= innerWidth]);
+  });
+  window.printed = printed;
+}"""  # noqa: E501
+"""Notes each picture when the browser lays the page out for paper, and whether it fits."""
+
+
+@pytest.mark.parametrize("view", ["", "/timeline"])
+def test_pictures_on_paper_have_the_colors_of_light(page: Any, town: Town, view: str) -> None:
+    sign_in(page, town, "ada")
+    drawn = "() => [...document.querySelectorAll('canvas')].map((one) => one.toDataURL())"
+    pictures = {}
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.goto(f"{town.service.url}/#/run/{town.done.id}{view}")
+        page.wait_for_selector("canvas")
+        page.wait_for_timeout(500)
+        pictures[scheme] = page.evaluate(drawn)
+    page.evaluate(PRINTED)
+    page.pdf()
+    assert [picture for picture, _ in page.evaluate("printed")] == pictures["light"] != pictures["dark"]
+    page.wait_for_function(f"dark => JSON.stringify(({drawn})()) === JSON.stringify(dark)", arg=pictures["dark"])
+    assert page.evaluate("document.documentElement.dataset.theme") is None
+
+
+def test_colors_with_a_meaning_stay_where_the_system_forces_its_palette(page: Any, town: Town) -> None:
+    page.emulate_media(forced_colors="active")
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/run/{town.done.id}")
+    page.wait_for_selector(".legend .swatch.s1")
+    ground = "all => all.map((one) => getComputedStyle(one).backgroundColor)"
+    assert len(set(page.eval_on_selector_all(".legend .swatch.s0, .legend .swatch.s1", ground))) == 2
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/episode/{town.done.groups()[0].group}-0")
+    page.wait_for_selector(".token.lp1")
+    token, box = (page.locator(one).first.evaluate("one => getComputedStyle(one).backgroundColor")
+                  for one in (".token.lp1", ".tokens"))  # fmt: skip
+    assert token != box
+
+
+def test_spans_of_the_timeline_are_read_by_the_keyboard(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/timeline")
+    page.wait_for_selector(".lanes canvas")
+    page.focus(".lanes canvas")
+    read = []
+    for key in ("ArrowDown", "ArrowDown", "ArrowUp", *["ArrowDown"] * 200):
+        page.keyboard.press(key)
+        page.wait_for_function("() => !document.querySelector('p.about .muted')")
+        read.append(page.locator("p.about").inner_text())
+    assert read[0] == read[2] and "worker scripted" in read[0]
+    kinds = {line.partition(" · ")[0] for line in read}
+    assert {"prefill", "decode", "train", "commit"} <= kinds, kinds
 
 
 def test_every_text_has_enough_contrast_in_light_and_dark(colored: Any, town: Town) -> None:

@@ -1,5 +1,5 @@
 // One chart of a run: lines over steps with a cursor that all charts share, zoom by dragging, and a click that opens a step.
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { html, useTheme } from "./parts.js";
 import { counted, isNumber, number, smooth } from "./format.js";
 
@@ -38,7 +38,7 @@ export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom
   hooks.current = { onZoom, onStep, steps };
   const shape = JSON.stringify([lines.map((line) => [line.label, line.dashed, line.dots]), title, unit, most]);
 
-  useEffect(() => {
+  useLayoutEffect(() => { // at once, as a page that is printed waits for nothing
     const here = box.current;
     const axis = { stroke: color("--muted"), grid: { stroke: color("--grid"), width: 1 }, ticks: { stroke: color("--grid"), width: 1 }, font: "12px system-ui, sans-serif" };
     const options = {
@@ -76,7 +76,7 @@ export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom
   }, [shape, theme]);
 
   const shown = lines.map((line) => (line.raw || !weight ? line.values : smooth(line.values, weight)));
-  useEffect(() => {
+  useLayoutEffect(() => {
     const u = plot.current;
     u.setData([steps, ...shown.map((values) => values.map((value) => (isNumber(value) ? value : null)))], false);
     const low = steps[0] ?? 0, high = steps[steps.length - 1] ?? 1;

@@ -50,6 +50,18 @@ export function switchTheme() {
   dispatchEvent(new Event("theme"));
 }
 
+let chosen, folded = []; // the reader's theme, and the reasoning that is not shown, while the page is printed
+/** Paper is light and has whole texts: pictures are drawn again before the browser takes the page, and after it. */
+function forPaper(event) {
+  const { dataset } = document.documentElement, before = event.type === "beforeprint";
+  if (before) [chosen, dataset.theme, folded] = [dataset.theme, "light", [...document.querySelectorAll("details.think:not([open])")]];
+  else if (chosen === undefined) delete dataset.theme;
+  else dataset.theme = chosen;
+  for (const one of folded) one.open = before;
+  dispatchEvent(new Event("theme"));
+}
+for (const moment of ["beforeprint", "afterprint"]) addEventListener(moment, forPaper);
+
 /** A button of an act that cannot be undone: it asks first. `verb` is the act, as in "revoke". */
 export function Confirmed({ verb, question, about = "", small = false, disabled = false, onYes }) {
   const [asked, setAsked] = useState(false), box = useRef(null), before = useRef(false), size = small ? " small" : "";
