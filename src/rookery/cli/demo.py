@@ -133,6 +133,7 @@ def run_tasks(tasks: Sequence[Task], folder: Path | None = None, port: int = 0, 
             service = stack.enter_context(EmbeddedService(settings))
             out.print(f"The service is up at {service.url}; its data: {settings.data}", markup=False, highlight=False)
             admin = stack.enter_context(Client(service.url, service.key))
+            _show_link(admin, out, "Watch it on its page")
             runs = []
             for task in tasks:
                 admin.add_tenant(task.tenant)
@@ -164,13 +165,17 @@ def run_tasks(tasks: Sequence[Task], folder: Path | None = None, port: int = 0, 
     return COMPLETED if learned else FAILED
 
 
-def _serve_page(admin: Client, out: Console) -> None:
-    """Wait until the user interrupts it."""
+def _show_link(admin: Client, out: Console, title: str) -> None:
+    """Print ``title`` and a link that signs one browser in."""
     out.print(
-        f"\nThe page of these runs: {admin.url} (Ctrl-C ends it); this opens it, signed in, within a minute:\n"
-        f"      {admin.sign_in_link()}",
+        f"{title}; this opens it, signed in, within a minute:\n      {admin.sign_in_link()}",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
+
+
+def _serve_page(admin: Client, out: Console) -> None:
+    """Wait until the user interrupts it."""
+    _show_link(admin, out, f"\nThe page of these runs: {admin.url} (Ctrl-C ends it)")
     with suppress(KeyboardInterrupt):
         threading.Event().wait()
 
