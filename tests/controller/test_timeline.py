@@ -51,6 +51,10 @@ async def test_newest_events_of_all_kinds_are_given_oldest_first(room: Room) -> 
         timeline.add(ready if number % 3 else WorkerSuspect(ready.time, ready.worker, str(number)))
     every = timeline.after(0, 100)
     assert [timeline.newest(count) for count in (1, 7, 20, 100)] == [every[-1:], every[-7:], every, every]
+    for kinds in ({one.event for one in every[:1]}, {one.event for one in every}, {"none"}):
+        assert (
+            timeline.newest(100, kinds) == timeline.after(0, 100, kinds) == [one for one in every if one.event in kinds]
+        )
     assert WorkerTimeline(ManualClock()).newest(5) == []
 
 

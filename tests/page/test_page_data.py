@@ -112,6 +112,16 @@ def test_lists_have_the_figures_of_the_api(page: Any, town: Town) -> None:
         assert differing(table(page, "Tenants"), limits) == []
 
 
+def test_joins_and_losses_of_workers_are_not_pushed_out_by_their_work(page: Any, town: Town) -> None:
+    town.keys["admin"] = town.service.key
+    sign_in(page, town, "admin")
+    page.goto(f"{town.service.url}/#/fleet")
+    shown = table(page, "Events of workers")
+    assert "ready" in {row["Event"] for row in shown} and "trained" not in {row["Event"] for row in shown}
+    page.check("label >> text=with adapters and training")
+    page.wait_for_selector("[aria-label='Events of workers'] td >> text=trained")
+
+
 def test_steps_of_the_shown_range_are_listed(page: Any, town: Town) -> None:
     """So every step is reached without a mouse."""
     sign_in(page, town, "ada")

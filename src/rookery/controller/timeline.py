@@ -7,7 +7,7 @@ and a reader that continues after a restart misses and repeats nothing that is k
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from heapq import merge
 from itertools import islice, takewhile
 
@@ -55,20 +55,23 @@ class WorkerTimeline:
             )
         )  # fmt: skip
 
-    def after(self, number: int, count: int) -> list[WorkerEventView]:
-        """At most ``count`` events with larger numbers, oldest first. A number that is still to come is from an earlier
+    def after(self, number: int, count: int, kinds: Collection[str] = ()) -> list[WorkerEventView]:
+        """At most ``count`` events with larger numbers, oldest first; with ``kinds`` of these alone. A number that is still to come is from an earlier
         process, whose clock was ahead of this one's: all events are newer."""
         number = number if number <= self._next else 0
         newer = []
-        for rows in self._kinds.values():
+        for rows in self._of(kinds):
             found = list(takewhile(lambda row: row.number > number, reversed(rows)))
             newer.append(found[::-1])
         return _views(islice(merge(*newer, key=_number), count))
 
-    def newest(self, count: int) -> list[WorkerEventView]:
-        """At most ``count`` events, the newest, oldest first."""
-        backwards = merge(*map(reversed, self._kinds.values()), key=_number, reverse=True)
+    def newest(self, count: int, kinds: Collection[str] = ()) -> list[WorkerEventView]:
+        """At most ``count`` events, the newest, oldest first; with ``kinds`` of these alone."""
+        backwards = merge(*map(reversed, self._of(kinds)), key=_number, reverse=True)
         return _views(islice(backwards, count))[::-1]
+
+    def _of(self, kinds: Collection[str]) -> list[deque[TimelineRow]]:
+        return [rows for kind, rows in self._kinds.items() if not kinds or kind in kinds]
 
 
 def _number(row: TimelineRow) -> int:

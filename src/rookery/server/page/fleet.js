@@ -1,13 +1,16 @@
 // The workers: what each does, what it holds, what it costs, and what happened to it.
+import { useState } from "preact/hooks";
 import { useData } from "./api.js";
 import { bytes, count, counted, duration, number, percent, time } from "./format.js";
 import { Badge, Empty, Facts, Loading, Problem, Scroll, html } from "./parts.js";
 
 const REFRESH = 2000, EVENTS = 40;
+const LIFE = ["joined", "loaded", "catching up", "ready", "roles", "stalled", "failed", "draining", "suspect", "gone", "pull failed", "training moved"]; // not the work of every step, which would push them out
 
 export function Fleet() {
   const { data: workers, error } = useData("/api/v1/workers", REFRESH), { data: health, error: noHealth } = useData("/api/v1/health", REFRESH);
-  const { data: costs, error: noCosts } = useData("/api/v1/costs", 5 * REFRESH), { data: events, error: noEvents } = useData(`/api/v1/workers/events?limit=${EVENTS}`, REFRESH);
+  const { data: costs, error: noCosts } = useData("/api/v1/costs", 5 * REFRESH), [work, setWork] = useState(false);
+  const { data: events, error: noEvents } = useData(`/api/v1/workers/events?${new URLSearchParams([["limit", EVENTS], ...(work ? [] : LIFE.map((kind) => ["event", kind]))])}`, REFRESH);
   if (!workers) return html`<${Loading} error=${error} />`;
   const totals = health?.totals ?? {}, gauges = health?.gauges ?? {}, sites = workers.some((worker) => worker.site);
   return html`<div class="bar"><h1>Fleet</h1><span class="muted right">${counted(workers.length, "worker")}</span></div>
@@ -26,7 +29,8 @@ export function Fleet() {
         <td><${Parts} parts=${worker.beat?.memory_parts ?? {}} /></td><td class="wrap small">${worker.note || "–"}${worker.beat?.lanes && html`<div class="muted">${worker.beat.lanes}</div>`}</td></tr>`)}</tbody></table><//>`}
     ${costs?.workers.length > 0 && html`<h2>What the fleet costs</h2><${Scroll} label="Costs of the fleet"><table><thead><tr><th>Base model</th><th>Kind</th><th class="number">Hours</th><th class="number">Cost</th><th class="number">Used</th><th class="number">Idle</th><th class="number">In progress</th></tr></thead>
       <tbody>${costs.workers.map((one) => html`<tr><td>${one.model}</td><td>${one.kind}</td><td class="number">${number(one.hours, 2)}</td><td class="number">${number(one.cost)}</td><td class="number">${number(one.used)}</td><td class="number">${number(one.idle)}</td><td class="number">${number(one.waiting)}</td></tr>`)}</tbody></table><//>`}
-    ${events?.length > 0 && html`<h2>What happened to workers</h2><${Scroll} label="Events of workers"><table><thead><tr><th>Time</th><th>Worker</th><th>Event</th><th>Details</th></tr></thead>
+    <div class="bar"><h2>What happened to workers</h2><label><input type="checkbox" checked=${work} onChange=${() => setWork(!work)} /> with adapters and training</label></div>
+    ${events?.length > 0 && html`<${Scroll} label="Events of workers"><table><thead><tr><th>Time</th><th>Worker</th><th>Event</th><th>Details</th></tr></thead>
       <tbody>${[...events].reverse().map((one) => html`<tr key=${one.number}><td class="small">${time(one.time)}</td><td>${one.worker}</td><td>${one.event}</td><td class="wrap small">${one.text || "–"}</td></tr>`)}</tbody></table><//>`}`;
 }
 

@@ -64,12 +64,13 @@ async def worker_events(
         int | None, Query(ge=0, le=MOST_NUMBER, description="The number of the last event that is known")
     ] = None,
     limit: Annotated[int, Query(ge=1, le=MOST_EVENTS, description="At most so many events")] = MOST_EVENTS,
+    event: Annotated[list[str], Query(max_length=20, description="Only events of these kinds")] = [],  # noqa: B006
 ) -> list[WorkerEventView]:
     """The events of workers, oldest first: joins, losses with their reason, adapters, training operations:
     without ``after`` the newest ``limit``, else the first later ones. The newest of each kind are kept, since the
     service started."""
     timeline = service.controller.timeline
-    return timeline.newest(limit) if after is None else timeline.after(after, limit)
+    return timeline.newest(limit, event) if after is None else timeline.after(after, limit, event)
 
 
 @routes.get("/tenants")
