@@ -260,6 +260,22 @@ PRINTED = """() => {
 """Notes each picture when the browser lays the page out for paper, and whether it fits."""
 
 
+OFF_PAPER = """() => [...document.querySelectorAll("main *")].filter((one) => {
+  const { left, right, width } = one.getBoundingClientRect();
+  return left < -1 || right > innerWidth + 1 || (one.matches("canvas") && width < 200);
+}).map((one) => one.outerHTML.slice(0, 120))"""
+"""What is wider than the paper, and pictures that are too small to be read."""
+
+
+def test_everything_fits_on_paper(page: Any, town: Town) -> None:
+    town.keys["admin"] = town.service.key
+    page.set_viewport_size({"width": 718, "height": 1000})  # A4 with the margins of a browser
+    sign_in(page, town, "admin")
+    page.emulate_media(media="print")
+    found = {view: off for view in each_view(page, town) if (off := page.evaluate(OFF_PAPER))}
+    assert found == {}
+
+
 @pytest.mark.parametrize("view", ["", "/timeline"])
 def test_pictures_on_paper_have_the_colors_of_light(page: Any, town: Town, view: str) -> None:
     sign_in(page, town, "ada")

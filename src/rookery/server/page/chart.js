@@ -25,8 +25,7 @@ export function Axis({ steps, weight, onWeight, zoom, onZoom }) {
     const [low, high] = given(Number(event.target.value));
     onZoom(event.target.value === "" || low > high || (low <= first && high >= last) ? null : [low, high]);
   }} /></label>`;
-  return html`<label>Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${weight} aria-valuetext=${weight ? `weight of the past ${weight.toFixed(2)}` : "off"} onInput=${(event) => onWeight(Number(event.target.value))} /></label>
-    <span class="muted small">${weight ? `weight of the past ${weight.toFixed(2)}` : "off"}</span>
+  return html`<label>Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${weight} aria-valuetext=${weight ? `weight of the past ${weight.toFixed(2)}` : "off"} onInput=${(event) => onWeight(Number(event.target.value))} /> <span class="small">${weight ? `weight of the past ${weight.toFixed(2)}` : "off"}</span></label>
     ${bound("steps from", from, (value) => [value, to])}${bound("to", to, (value) => [from, value])}
     ${zoom && html`<button onClick=${() => onZoom(null)}>Show all steps</button>`}`;
 }
