@@ -205,7 +205,7 @@ def kind(path: str) -> str:
     return re.sub(r"(job|group|ep)-?[\w-]*[0-9a-f]{6}[\w-]*", "*", path)
 
 
-def test_a_part_that_cannot_be_read_says_why(page: Any, town: Town) -> None:
+def test_part_that_cannot_be_read_is_named_with_its_error(page: Any, town: Town) -> None:
     """In each view, each of the endpoints that it reads fails in turn."""
     town.keys["admin"] = town.service.key
     sign_in(page, town, "admin")

@@ -56,8 +56,8 @@ class WorkerTimeline:
         )  # fmt: skip
 
     def after(self, number: int, count: int, kinds: Collection[str] = ()) -> list[WorkerEventView]:
-        """At most ``count`` events with larger numbers, oldest first; with ``kinds`` of these alone. A number that is still to come is from an earlier
-        process, whose clock was ahead of this one's: all events are newer."""
+        """At most ``count`` events with larger numbers, oldest first; with ``kinds`` of these alone. A number that is
+        still to come is from an earlier process, whose clock was ahead of this one's: all events are newer."""
         number = number if number <= self._next else 0
         newer = []
         for rows in self._of(kinds):
