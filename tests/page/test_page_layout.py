@@ -276,7 +276,7 @@ OFF_PAPER = """() => [...document.querySelectorAll("main *")].filter((one) => {
   const { left, right, width } = one.getBoundingClientRect();
   return left < -1 || right > innerWidth + 1 || (one.matches("canvas") && width < 200);
 }).map((one) => one.outerHTML.slice(0, 120))"""
-"""What is wider than the paper, and pictures that are too small to be read."""
+"""Elements that are wider than the paper, and pictures that are too small to be read."""
 
 
 def test_everything_fits_on_paper(page: Any, town: Town) -> None:
