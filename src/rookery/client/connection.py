@@ -175,9 +175,9 @@ class HttpConnection:
             self._ahead = date.timestamp() - self.clock.monotonic()
 
     def service_now(self) -> float:
-        """Unix seconds by the service's clock as its newest response gave them, at most a second behind; by this
-        machine's before the first. Compare no time of the service with another clock: this one may be wrong by
-        hours."""
+        """Unix seconds by the service's clock as its newest response gave them: up to a second behind, and more where
+        it is busy. By this machine's before the first. Compare no time of the service with another clock: this one may
+        be wrong by hours."""
         return time.time() if self._ahead is None else self.clock.monotonic() + self._ahead
 
     def call(self, method: str, path: str, *, seconds: float | None = None, **request: Any) -> Any:

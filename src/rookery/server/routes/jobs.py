@@ -192,7 +192,7 @@ def _encoded_metrics(row: dict[str, Any]) -> bytes:
     return encoded_view(MetricsRow.model_validate(row), exclude_unset=True)
 
 
-@routes.get("/jobs/{job}/metrics/stream", response_class=EventStream, tags=["results"])
+@routes.get("/jobs/{job}/metrics/stream", response_class=Stream, tags=["results"])
 async def metrics_stream(
     service: Service,
     job: OfJob,
