@@ -31,7 +31,7 @@ from rookery.worker.spinning import LOOK_SECONDS, SparePool, SpinControl
 PROGRAMS = (0, 1, 2)
 ROWS, TOKENS = 8, 16
 SHAPE = [[240] * 4]
-SETTLE_SECONDS = 3.0
+SETTLE_SECONDS = 5.0
 MOST = {1: 2.5, 2: 2.5}
 """A step beside so many programs, over one alone without any control: half of two cores, and the caches are shared."""
 WAYS = ("no control", "spinning")
