@@ -39,8 +39,8 @@ QUIET_SHARE = 0.15
 and environments, wait 7% to 8% in the median second, 15% in a quarter of the seconds."""
 
 LOOKS, FEWEST_LOOKS = 5, 3
-"""The share is the median of so many looks, at least of the fewest: a second of much waiting, as while a version is
-stored, is no program that wants the cores. Spinning briefly for a whole run made it 9% longer."""
+"""The share is the median of so many looks, at least of the fewest. A second of much waiting, as at the start, is no
+program that wants the cores: where it decided, a worker next to its service took turns for a whole run."""
 
 LEAST_SECONDS = 0.1
 """Time of all threads between two looks below which nothing is decided: the worker is idle."""
