@@ -122,12 +122,22 @@ def test_joins_and_losses_of_workers_are_not_pushed_out_by_their_work(page: Any,
     page.wait_for_selector("[aria-label='Events of workers'] td >> text=trained")
 
 
+DRAW_AGAIN = """() => {
+  const smoothing = document.querySelector("input[type=range]");
+  smoothing.value = 0.5;
+  smoothing.dispatchEvent(new Event("input", { bubbles: true }));
+}"""
+"""Changes the view without the keyboard, as a new step of a running job does."""
+
+
 def test_steps_of_the_shown_range_are_listed(page: Any, town: Town) -> None:
-    """So every step is reached without a mouse."""
+    """So every step is reached without a mouse, also where the view is drawn again while a number is typed."""
     sign_in(page, town, "ada")
     page.goto(f"{town.service.url}/#/run/{town.done.id}")
     page.wait_for_selector(".chart canvas")
     page.fill("label:has-text('to') input[type=number] >> nth=-1", "3")
+    page.evaluate(DRAW_AGAIN)
+    page.wait_for_selector("text=weight of the past 0.50")
     page.keyboard.press("Tab")
     page.wait_for_selector("h2 >> text=Last steps shown")
     assert [row["Step"] for row in table(page, "Newest steps")] == ["3", "2", "1"]

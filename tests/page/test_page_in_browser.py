@@ -241,10 +241,10 @@ def test_strange_values_do_not_end_the_page(page: Any, town: Town) -> None:
     page.wait_for_selector("[role=alert] >> text=no job")
     page.goto(f"{town.service.url}/#/constructor")
     page.wait_for_selector("text=There is no such view")
-    assert page.title() == "No such view – Rookery"
+    page.wait_for_function("() => document.title === 'No such view – Rookery'")
     page.click("nav >> text=Runs")
     page.wait_for_selector("tbody tr")
-    assert page.title() == "Runs – Rookery"
+    page.wait_for_function("() => document.title === 'Runs – Rookery'")
 
 
 def test_comparison_grows_by_the_rows_of_later_steps(page: Any, town: Town) -> None:
