@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -445,11 +445,28 @@ def _needed(dependant: Dependant) -> Iterator[Dependant]:
         yield from _needed(inner)
 
 
+def query_parameters(dependant: Dependant) -> dict[str, bool]:
+    """By name, the parameters of the address that a route has, and whether each may be given several times."""
+    return {
+        parameter.alias: get_origin(parameter.field_info.annotation) is list
+        for needed in _needed(dependant)
+        for parameter in needed.query_params
+    }
+
+
+def misused_parameters(request: Request, known: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """The parameters of a request's address that its route does not have, and those that are given twice though it
+    takes one: without a filter that is written wrong, or with the last of two, a list has other rows than those that
+    were asked for."""
+    given = Counter(name for name, _ in request.query_params.multi_items())
+    twice = (name for name, count in given.items() if count > 1 and not known.get(name, True))
+    return sorted(given.keys() - known), sorted(twice)
+
+
 class AuthenticatedRoute(APIRoute):
     """A route that needs an API key and checks it before it reads the body. FastAPI alone would read and parse a JSON
     body before any dependency, so a client without a key could make the service do that work. A parameter of the
-    address that the route does not have is refused, as is one that is given twice: without a filter that is written
-    wrong, or with the last of two, a list has other rows than those that were asked for."""
+    address that the route does not have is refused, as is one that is given twice."""
 
     strict = True
     """Whether other parameters of the address than the route's are refused."""
@@ -460,25 +477,22 @@ class AuthenticatedRoute(APIRoute):
 
     def parameters(self) -> list[str]:
         """The parameters of the address that the route has."""
-        return [parameter.alias for parameter in self._query_params()]
-
-    def _query_params(self) -> list[Any]:
-        return [parameter for needed in _needed(self.dependant) for parameter in needed.query_params]
+        return list(query_parameters(self.dependant))
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle, body = super().get_route_handler(), self.body_field
         whole = any(body is param for param in self.dependant.body_params)  # not a field of the body
         validate = body.validate if body is not None and whole else None
-        single = {one.alias for one in self._query_params() if get_origin(one.field_info.annotation) is not list}
+        known = query_parameters(self.dependant)
 
         async def handler(request: Request) -> Response:
             await self.authenticate(request)
-            if unknown := request.query_params.keys() - self.parameters() if self.strict else ():
+            unknown, twice = misused_parameters(request, known)
+            if unknown and self.strict:
                 raise RequestValidationError(
-                    [{"type": "extra_forbidden", "loc": ("query", name), "msg": ""} for name in sorted(unknown)]
+                    [{"type": "extra_forbidden", "loc": ("query", name), "msg": ""} for name in unknown]
                 )
-            given = Counter(name for name, _ in request.query_params.multi_items())
-            if twice := sorted(single & {name for name, count in given.items() if count > 1}):
+            if twice:
                 line = "given twice; keep one of them"
                 raise RequestValidationError(
                     [{"type": "value_error", "loc": ("query", name), "msg": line} for name in twice]

@@ -4,7 +4,6 @@ training runs and checkpoints, and what can be done with a checkpoint."""
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -16,7 +15,15 @@ from rookery.controller.activity import Reader
 from rookery.controller.targets import SCHEME, find_checkpoint
 from rookery.controller.weights.tickets import TICKET_SECONDS
 from rookery.errors import NotFound, UserError, short
-from rookery.server.auth import Owner, Service, admit_ticket, make_room, room_for
+from rookery.server.auth import (
+    Owner,
+    Service,
+    admit_ticket,
+    make_room,
+    misused_parameters,
+    query_parameters,
+    room_for,
+)
 from rookery.server.paging import Limit
 from rookery.server.peft_archive import ADAPTER_FILES, pack, stream
 from rookery.server.responses import METHODS, Stream, error_response, json_response, public_address
@@ -135,14 +142,13 @@ async def telemetry(owner: Owner) -> Response:
 
 async def known_parameters(request: Request) -> None:
     """Raises :class:`UserError` for a parameter of the address that the route does not have, unless it is empty, and
-    for one that is given twice: the list would have other rows than those that were asked for."""
-    known = {parameter.alias for parameter in request.scope["route"].dependant.query_params}
-    given = Counter(name for name, value in request.query_params.multi_items() if name in known or value)
-    for name, count in sorted(given.items()):
-        if name not in known:
+    for one that is given twice."""
+    unknown, twice = misused_parameters(request, query_parameters(request.scope["route"].dependant))
+    for name in unknown:
+        if any(request.query_params.getlist(name)):
             raise UserError(f"{short(name)}: {PROJECTS if name == 'project_id' else 'is not supported by this server'}")
-        if count > 1:
-            raise UserError(f"{name}: given twice; keep one of them")
+    for name in twice:
+        raise UserError(f"{name}: given twice; keep one of them")
 
 
 LISTING = Depends(known_parameters)
