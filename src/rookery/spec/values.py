@@ -42,6 +42,11 @@ class Rounded(float):
 
     written: str
 
+    @property
+    def loss(self) -> str:
+        """For the line that refuses it: the number as it is written, its value, and the remedy."""
+        return f"{short(self.written)}, which would become {self!r} in this row; quote it, as a text"
+
 
 class _Mistake:
     """Stands in a decoded value at the place of a mistake."""
@@ -100,8 +105,7 @@ def lost_digits(value: Any, path: str = "") -> Iterator[str]:
     while left:
         value, path = left.pop()
         if isinstance(value, Rounded):
-            becomes = f"given {short(value.written)}, which would become {value!r} in this row"
-            yield _at(path, f"{becomes}; quote it, as a text")
+            yield _at(path, f"given {value.loss}")
         elif isinstance(value, dict | list):
             inner = value.items() if isinstance(value, dict) else enumerate(value)
             left += [(entry, f"{path}.{_name(key)}".removeprefix(".")) for key, entry in reversed([*inner])]

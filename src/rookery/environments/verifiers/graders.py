@@ -29,7 +29,6 @@ from rookery.environments.verifiers.running_graders import (
     ScoreModel,
 )
 from rookery.environments.verifiers.texts import composed
-from rookery.errors import short
 from rookery.spec.values import Rounded
 
 GRADERS = 32
@@ -190,9 +189,7 @@ def check_item(grader: OneGrader, item: Mapping[str, Any]) -> None:
             if value is None:
                 raise ValueError(f"the grader names {shown}, which the row does not have")
             if isinstance(value, Rounded):
-                raise ValueError(
-                    f"{shown} is {short(value.written)}, which would become {value!r} in this row; quote it, as a text"
-                )
+                raise ValueError(f"{shown} is {value.loss}")
     for one in single(grader):
         contains = isinstance(one, StringCheck) and one.operation in ("like", "ilike")
         if contains and _is_empty(one.reference, item):

@@ -147,10 +147,7 @@ class VerifierOptions(AnyVerifier):
             raise ValueError(f"the row has no field {self.answer!r}; it has {', '.join(map(repr, row)) or 'none'}")
         value = row[self.answer]
         if isinstance(value, Rounded) and not self.takes(value):
-            raise ValueError(
-                f"{self.answer} is {shortened(value.written)}, which would become {value!r} in this row; quote it, as"
-                " a text"
-            )
+            raise ValueError(f"{self.answer} is {value.loss}")
         return self.gold(value)
 
     def takes(self, value: Rounded) -> bool:
