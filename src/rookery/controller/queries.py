@@ -216,13 +216,13 @@ class JobQueries:
                 if isinstance(data, FeedRow):
                     yield data.metrics
 
-    async def wait(self, tenant: str, job: str) -> JobView:
-        """The job when it has ended."""
+    async def wait(self, tenant: str, job: str, *, until_fault: bool = False) -> JobView:
+        """The job when it has ended; with ``until_fault`` also when it is paused for a fault."""
         signal = self._jobs.signal(job)
         while True:
             change = signal.next
             view = await self.show(tenant, job)
-            if view.state in FINAL_JOB_STATES:
+            if view.state in FINAL_JOB_STATES or (until_fault and view.paused_by == "fault"):
                 return view
             await change.wait()
 

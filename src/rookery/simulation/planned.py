@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rookery.controller.controller import Controller
 from rookery.controller.options import ControllerOptions
-from rookery.controller.views import JobView
 from rookery.errors import UserError
 from rookery.folders import temporary_folder
 from rookery.scheduling.plan.predict import PLAYS, Device, Role, devices_of, role_of
@@ -21,7 +19,6 @@ from rookery.simulation.fakes.service import MEMORY, SimulatedService, modelled_
 from rookery.simulation.fakes.text import LongTailed
 from rookery.simulation.fakes.worker import FakeWorker
 from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Plan
-from rookery.storage.models import FINAL_JOB_STATES
 
 ENVIRONMENT = "planned"
 
@@ -53,13 +50,13 @@ async def _play(plan: Plan, steps: int, seed: int, folder: Path) -> float:
     roles = [role_of(worker.roles) for worker in plan.workers]
     times: list[list[float]] = []
     async with planned_service(folder, started, plan.jobs, roles, steps, seed, plan) as service:
-        controller = service.site.controller
-        views = await asyncio.gather(*(_ended(controller, tenant, job) for tenant, job in service.jobs))
+        queries = service.site.controller.queries  # nobody mends a fault here
+        views = await asyncio.gather(*(queries.wait(tenant, job, until_fault=True) for tenant, job in service.jobs))
         for (tenant, job), view in zip(service.jobs, views, strict=True):
             if view.state != "completed":
                 raise UserError(f"the plan cannot be simulated: job {view.name} is {view.state}: {view.reason}")
             of: defaultdict[str, list[float]] = defaultdict(list)
-            for row in await controller.queries.metrics(tenant, job):
+            for row in await queries.metrics(tenant, job):
                 of[row.get("policy", "")].append(row["time"])
             times.extend(of.values())
     return max((of[-1] - of[WARM_UP - 1]) / steps for of in times)
@@ -67,22 +64,9 @@ async def _play(plan: Plan, steps: int, seed: int, folder: Path) -> float:
 
 def _linked(fleet: FleetSpec, machine: FleetMachine) -> FleetMachine:
     """The machine with its transfers to and from the service over the link between their sites."""
-    link = fleet.link(machine.site, fleet.service)
-    if link is None:
-        return machine
-    rates = {name: min(getattr(machine, name), link.bandwidth) for name in ("download", "upload")}
-    return machine.model_copy(update=rates | {"latency": machine.latency + link.latency})
-
-
-async def _ended(controller: Controller, tenant: str, job: str) -> JobView:
-    """The job when it has ended, or is paused for a fault: here nobody mends it."""
-    signal = controller.jobs.signal(job)
-    while True:
-        change = signal.next
-        view = await controller.queries.show(tenant, job)
-        if view.state in FINAL_JOB_STATES or view.paused_by == "fault":
-            return view
-        await change.wait()
+    latency, download = fleet.over_link(machine, fleet.service, machine.download)
+    _, upload = fleet.over_link(machine, fleet.service, machine.upload)
+    return machine.model_copy(update={"latency": latency, "download": download, "upload": upload})
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,14 @@ class FleetSpec(FrozenModel):
         found = (link for link in self.links if set(link.between) == {one, other})
         return next(found, None) if one != other else None
 
+    def over_link(self, machine: FleetMachine, site: str, bandwidth: float) -> tuple[float, float]:
+        """The latency in seconds and the bytes per second of a transfer between a machine, which alone has this
+        ``bandwidth``, and a site."""
+        link = self.link(machine.site, site)
+        if link is None:
+            return machine.latency, bandwidth
+        return machine.latency + link.latency, min(bandwidth, link.bandwidth)
+
 
 def read_fleet(path: Path) -> FleetSpec:
     """The fleet in a YAML or JSON file. Raises :class:`UserError` of one line."""

@@ -272,9 +272,8 @@ def _train_seconds(
 
 def _transfer(fleet: FleetSpec, one: Device, other_site: str, size: float, bandwidth: float) -> float:
     """Seconds of ``size`` bytes between a machine and a site."""
-    link = fleet.link(one.machine.site, other_site)
-    latency = one.machine.latency + (link.latency if link else 0.0)
-    return latency + size / (min(bandwidth, link.bandwidth) if link else bandwidth)
+    latency, rate = fleet.over_link(one.machine, other_site, bandwidth)
+    return latency + size / rate
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------
