@@ -108,11 +108,7 @@ class Progress:
 
     async def store(self, function: Callable[..., Any], *values: Any, **named: Any) -> None:
         """Write to the database, with the job's counters in the same transaction."""
-        try:
-            await self._store.write(function, *values, **named, counters=dict(self.counters))
-        except Exception:
-            self.unstored = True
-            raise
+        await self.count({}, lambda counters: self._store.write(function, *values, **named, counters=counters))
 
     async def count(self, counts: Mapping[str, int], write: Callable[[dict[str, int]], Awaitable[T]]) -> T:
         """The result of ``write(counters)``: a transaction of an event that ``counts`` count, which stores the job's
