@@ -344,16 +344,16 @@ class ConversationMessage(OpenAIModel):
         return name if isinstance(name, str) else ""
 
     @property
-    def _refusal(self) -> str | list[TextPart] | None:
+    def _content_or_refusal(self) -> str | list[TextPart] | None:
         """The content, or the assistant's refusal in place of an empty one."""
         refusal = (self.model_extra or {}).get("refusal") if self.role == "assistant" else None
-        return refusal if isinstance(refusal, str) and refusal else self.content
+        return refusal if not self.content and isinstance(refusal, str) and refusal else self.content
 
     def for_template(self, where: str) -> dict[str, Any]:
         """The message as chat templates expect it. Raises :class:`UnsupportedField`."""
         if self.tool_calls and self.role != "assistant":
             raise UnsupportedField(f"{where}.tool_calls: only the assistant calls tools", f"{where}.tool_calls")
-        content = self.content or self._refusal
+        content = self._content_or_refusal
         if content is None and not self.tool_calls:
             raise UnsupportedField(
                 f"{where}.content: null is not supported: give a text, or an assistant's tool_calls", f"{where}.content"
@@ -425,6 +425,10 @@ class AllowedToolChoice(OpenAIModel):
 ToolChoice = Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
 
 
+def _no_such_tool() -> UnsupportedField:
+    return UnsupportedField("tool_choice names no tool of the request: give it in tools", "tool_choice")
+
+
 class ReplySchema(OpenAIModel):
     """``strict`` makes no difference: a reply always follows the schema."""
 
@@ -468,10 +472,10 @@ class ChatRequest(CompletionOptions):
 
     def _named(self, names: Sequence[str]) -> list[ToolDefinition]:
         """The tools with these names. Raises :class:`UnsupportedField`."""
-        given = {tool.function.name for tool in self.tools or []}
-        if not given.issuperset(names):
-            raise UnsupportedField("tool_choice names no tool of the request: give it in tools", "tool_choice")
-        return [tool for tool in self.tools or [] if tool.function.name in names]
+        found = [tool for tool in self.tools or [] if tool.function.name in names]
+        if not {tool.function.name for tool in found}.issuperset(names):
+            raise _no_such_tool()
+        return found
 
     @property
     def forced(self) -> list[ToolDefinition]:
@@ -480,7 +484,7 @@ class ChatRequest(CompletionOptions):
         if isinstance(choice, NamedTool):
             return self._named([choice.function.name])
         if choice == "required" and not self.tools:
-            raise UnsupportedField("tool_choice names no tool of the request: give it in tools", "tool_choice")
+            raise _no_such_tool()
         mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolChoice) else choice
         return self.offered if mode == "required" else []
 

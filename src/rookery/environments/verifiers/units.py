@@ -81,10 +81,10 @@ def unit_of(name: str, *, enclosed: bool) -> tuple[str, Fraction] | None:
     name = name.replace("μ", "µ")
     over, per, under = name.partition(" per ")
     if per:
-        parts = [unit_of(part, enclosed=True) for part in (over, under)]
-        if None in parts:
+        unit, other_unit = unit_of(over, enclosed=True), unit_of(under, enclosed=True)
+        if unit is None or other_unit is None:
             return None
-        (measure, size), (other, other_size) = (part for part in parts if part)
+        (measure, size), (other, other_size) = unit, other_unit
         named = "speed" if (measure, other) == ("length", "time") else f"{measure} per {other}"
         return named, size / other_size
     for spelt in (name, name.removesuffix("es"), name.removesuffix("s")):
