@@ -410,17 +410,22 @@ async def test_a_recovery_that_fails_once_counts_no_gradient_twice(service: Serv
     assert ends[: len(calls)] == ends[len(calls) :]
 
 
+async def load_without_an_answer(service: Service, visitor: Client, path: str) -> None:
+    """The database stores the load of a checkpoint and fails to answer."""
+    commit = FailingOnce(service.database, "commit_model", taken=True)
+    commit.arm()
+    request = await visitor.send(operations.LoadState(path=path, optimizer=False))
+    await service.pass_until(lambda: not is_open(visitor, request))
+    assert isinstance(await visitor.outcome(request), operations.StateLoaded) and not commit.armed
+
+
 async def test_a_load_whose_answer_was_lost_ends_a_rejected_gradient(service: Service) -> None:
     visitor = await Client(service).begin()
     await visitor.gradient()
     await visitor.step()
     path = await visitor.save("start")
     await visitor.do(operations.InvalidOperation(error="no such loss", gradient=True))
-    commit = FailingOnce(service.database, "commit_model", taken=True)
-    commit.arm()
-    request = await visitor.send(operations.LoadState(path=path, optimizer=False))
-    await service.pass_until(lambda: not is_open(visitor, request))
-    assert isinstance(await visitor.outcome(request), operations.StateLoaded) and not commit.armed
+    await load_without_an_answer(service, visitor, path)
     await visitor.gradient()
     assert isinstance(await visitor.step(), operations.OptimStepResult)
 
@@ -439,11 +444,7 @@ async def test_a_load_whose_answer_was_lost_replaces_a_corrupt_head(service: Ser
     await join(service)
     refused = await visitor.do(forward([1, 2, 3]))
     assert isinstance(refused, operations.OperationFailed) and "is corrupt" in refused.error
-    commit = FailingOnce(service.database, "commit_model", taken=True)
-    commit.arm()
-    request = await visitor.send(operations.LoadState(path=path, optimizer=False))
-    await service.pass_until(lambda: not is_open(visitor, request))
-    assert isinstance(await visitor.outcome(request), operations.StateLoaded) and not commit.armed
+    await load_without_an_answer(service, visitor, path)
     await visitor.gradient()
     assert isinstance(await visitor.step(), operations.OptimStepResult)
 
