@@ -324,11 +324,46 @@ def test_search_finds_texts_and_failures_are_listed_with_their_error(page: Any, 
     page.fill("[type=search]", "fiv")
     page.click("button >> text=Search")
     page.wait_for_function(
-        "() => [...document.querySelectorAll('.answer pre')].every((one) => one.textContent == 'five')"
+        """() => {
+          const found = [...document.querySelectorAll(".answer pre")].map((one) => one.textContent);
+          return found.length > 0 && found.every((text) => text === "five");
+        }"""
     )
     page.fill("[type=search]", "nowhere to be found")
     page.click("button >> text=Search")
     page.wait_for_selector("text=No episode that is kept is like that.")
+
+
+TYPE = """
+  const type = (text) => {
+    const box = document.querySelector("[type=search]");
+    box.value = text;
+    box.dispatchEvent(new Event("input", { bubbles: true }));
+  };
+"""
+
+
+def test_text_that_is_typed_while_a_search_arrives_is_kept(page: Any, town: Town) -> None:
+    sign_in(page, town, "ada")
+    page.evaluate(f"""() => {{
+      {TYPE}
+      addEventListener("hashchange", () => type("{town.done.id}"), {{ once: true }});
+      type("nothing");
+    }}""")
+    page.wait_for_url(lambda url: url.endswith(f"text={town.done.id}"))
+    page.goto(f"{town.service.url}/#/run/{town.done.id}/episodes")
+    page.wait_for_selector(".answer")
+    page.fill("[type=search]", "fiv")
+    page.evaluate(f"""() => {{
+      {TYPE}
+      addEventListener("hashchange", () => type("two"), {{ once: true }});
+      document.querySelector("form.bar").requestSubmit();
+    }}""")
+    page.wait_for_url(lambda url: url.endswith("text=fiv"))
+    page.click("button >> text=Search")
+    page.wait_for_url(lambda url: url.endswith("text=two"))
+    page.go_back()
+    page.wait_for_function("() => document.querySelector('[type=search]').value === 'fiv'")
 
 
 def test_search_continues_until_it_has_a_page_of_finds(page: Any, town: Town) -> None:

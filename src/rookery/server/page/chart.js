@@ -1,6 +1,6 @@
 // One chart of a run: lines over steps with a cursor that all charts share, zoom by dragging, and a click that opens a step.
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
-import { html, useTheme } from "./parts.js";
+import { NumberField, html, useTheme } from "./parts.js";
 import { counted, isNumber, number, smooth } from "./format.js";
 
 const HEIGHT = 210;
@@ -18,19 +18,12 @@ function rangeOf(low, high, most) {
   return [low >= 0 && low < high / 3 ? 0 : low - room, high + room];
 }
 
-/** A bound of the steps that are shown. What is typed stays until it is chosen, also where the view is drawn again meanwhile. */
-function Bound({ name, value, first, last, onChoose }) {
-  const [typed, setTyped] = useState(null);
-  return html`<label>${name} <input class="short" type="number" min=${first} max=${last} value=${typed ?? value} onInput=${(event) => setTyped(event.target.value)}
-    onChange=${(event) => { setTyped(null); onChoose(event.target.value === "" ? null : Number(event.target.value)); }} /></label>`;
-}
-
 /** What the charts of a view share: smoothing, and the steps that they show, which dragging chooses too. */
 export function Axis({ steps, weight, onWeight, zoom, onZoom }) {
   const first = steps[0] ?? 0, last = steps.at(-1) ?? 0, [from, to] = zoom ? [Math.ceil(zoom[0]), Math.floor(zoom[1])] : [first, last];
-  const choose = (low, high) => onZoom(low === null || high === null || low > high || (low <= first && high >= last) ? null : [low, high]);
+  const choose = (low, high) => onZoom(low === "" || high === "" || Number(low) > Number(high) || (low <= first && high >= last) ? null : [Number(low), Number(high)]);
   return html`<label>Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${weight} aria-valuetext=${weight ? `weight of the past ${weight.toFixed(2)}` : "off"} onInput=${(event) => onWeight(Number(event.target.value))} /> <span class="small">${weight ? `weight of the past ${weight.toFixed(2)}` : "off"}</span></label>
-    <${Bound} name="steps from" value=${from} first=${first} last=${last} onChoose=${(value) => choose(value, to)} /><${Bound} name="to" value=${to} first=${first} last=${last} onChoose=${(value) => choose(from, value)} />
+    <${NumberField} label="steps from" value=${from} min=${first} max=${last} onChoose=${(text) => choose(text, to)} /><${NumberField} label="to" value=${to} min=${first} max=${last} onChoose=${(text) => choose(from, text)} />
     ${zoom && html`<button onClick=${() => onZoom(null)}>Show all steps</button>`}`;
 }
 

@@ -4,13 +4,13 @@ import { get, jobPath, useData } from "./api.js";
 import { ago, count, number, route } from "./format.js";
 import { Answer, noneOf, prompts } from "./groups.js";
 import { colored } from "./jobform.js";
-import { Empty, Loading, Problem, html } from "./parts.js";
+import { Empty, Loading, NumberField, Problem, html, useTyped } from "./parts.js";
 import { shorten } from "./text.js";
 
 const PAGE = 20;
 
 export function Episodes({ job, view, query }) {
-  const [text, setText] = useState(query.text ?? ""), [more, setMore] = useState({ pages: [], of: null }), [goal, setGoal] = useState(PAGE), [problem, setProblem] = useState(null);
+  const [text, type, choose] = useTyped(query.text ?? ""), [more, setMore] = useState({ pages: [], of: null }), [goal, setGoal] = useState(PAGE), [problem, setProblem] = useState(null);
   const failed = query.failed === "true";
   const go = (change) => { location.hash = route(["run", job, "episodes"], { ...query, ...change }); };
   const wanted = new URLSearchParams({ limit: PAGE });
@@ -18,7 +18,6 @@ export function Episodes({ job, view, query }) {
   for (const name of filters) wanted.set(name, query[name]);
   const { data, error } = useData(`${jobPath(job, "episodes")}?${wanted}`);
   const { data: failures, error: unread } = useData(failed ? jobPath(job, "failures") : null);
-  useEffect(() => setText(query.text ?? ""), [query.text]); // a link or the way back changes it, too
   useEffect(() => { setMore({ pages: [], of: data }); setGoal(PAGE); setProblem(null); }, [data]);
   const pages = data ? [data, ...(more.of === data ? more.pages : [])] : [], last = pages.at(-1);
   const shown = pages.flatMap((page) => page.episodes), searching = last?.next && shown.length < goal && !problem;
@@ -30,12 +29,11 @@ export function Episodes({ job, view, query }) {
     return () => stop.abort();
   }, [last, goal, problem]);
   return html`
-    <form class="bar" onSubmit=${(event) => { event.preventDefault(); go({ text }); }}>
-      <input type="search" size="34" placeholder="Exact text of an episode or an error" aria-label="Search the texts" value=${text} onInput=${(event) => setText(event.target.value)} />
+    <form class="bar" onSubmit=${(event) => { event.preventDefault(); choose(text); go({ text }); }}>
+      <input type="search" size="34" placeholder="Exact text of an episode or an error" aria-label="Search the texts" value=${text} onInput=${(event) => type(event.target.value)} />
       <button>Search</button>
       <label><input type="checkbox" checked=${failed} onChange=${() => go({ failed: failed ? "" : "true" })} /> failed only</label>
-      <label>reward from <input type="number" step="any" class="short" value=${query.min_reward ?? ""} onChange=${(event) => go({ min_reward: event.target.value })} /></label>
-      <label>to <input type="number" step="any" class="short" value=${query.max_reward ?? ""} onChange=${(event) => go({ max_reward: event.target.value })} /></label>
+      <${NumberField} label="reward from" step="any" value=${query.min_reward ?? ""} onChoose=${(text) => go({ min_reward: text })} /><${NumberField} label="to" step="any" value=${query.max_reward ?? ""} onChoose=${(text) => go({ max_reward: text })} />
     </form>
     ${data ? html`<${Problem} error=${error ?? problem ?? unread} />` : html`<${Loading} error=${error} />`}
     ${failures?.length > 0 && html`<div class="panel"><h2 class="sub">Why episodes failed</h2><table><tbody>${failures.map((one) => html`<tr><td class="number">${count(one.episodes)}×</td><td class="wrap"><code>${one.error}</code></td></tr>`)}</tbody></table></div>`}

@@ -29,6 +29,24 @@ export const Problem = ({ error }) => error && html`<div class="notice bad" role
 /** The title of the document, by which tabs and the history differ. */
 export const useTitle = (text) => useEffect(() => { document.title = text ? `${text} – Rookery` : "Rookery"; }, [text]);
 
+/** [text, type, choose] of an input over a value of the address. What is typed stays, also when a value chosen before it arrives; a link or the way back replaces it. */
+export function useTyped(value) {
+  const [typed, setTyped] = useState(null), { current: known } = useRef({ value, chosen: undefined, others: 0 });
+  if (known.value !== value) {
+    if (known.chosen !== value) known.others += 1; // somebody else changed the address
+    Object.assign(known, { value, chosen: undefined });
+  }
+  const type = (text) => setTyped({ text, others: known.others }), choose = (text) => { type(text); if (text !== value) known.chosen = text; };
+  return [typed?.others === known.others ? typed.text : value, type, choose];
+}
+
+/** A number that counts once it is chosen. What is typed stays until then, also where the view is drawn again meanwhile. */
+export function NumberField({ label, value, onChoose, ...more }) {
+  const [typed, setTyped] = useState(null);
+  return html`<label>${label} <input class="short" type="number" value=${typed ?? value} ...${more} onInput=${(event) => setTyped(event.target.value)}
+    onChange=${(event) => { setTyped(null); onChoose(event.target.value); }} /></label>`;
+}
+
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 const themeNow = () => document.documentElement.dataset.theme ?? (DARK.matches ? "dark" : "light");
 

@@ -2,7 +2,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { useData } from "./api.js";
 import { ago, count, counted, number, reward, route, time } from "./format.js";
-import { Badge, Empty, Loading, Pager, Problem, Progress, Scroll, Sparkline, html } from "./parts.js";
+import { Badge, Empty, Loading, Pager, Problem, Progress, Scroll, Sparkline, html, useTyped } from "./parts.js";
 import { shorten } from "./text.js";
 
 const REFRESH = 2000; // ms: as fresh as a person notices
@@ -12,15 +12,14 @@ const STATES = ["queued", "running", "paused", "completed", "failed", "cancelled
 const SORTED = { created: "Submitted", name: "Run", state: "State", step: "Step", reward: "Reward" };
 
 export function Runs({ query, account }) {
-  const [chosen, setChosen] = useState([]), [text, setText] = useState(query.text ?? "");
+  const [chosen, setChosen] = useState([]), [text, type, choose] = useTyped(query.text ?? "");
   const order = query.order ?? "created", descending = query.descending !== "false", offset = Number(query.offset ?? 0);
   const to = (change) => route(["runs"], { ...query, offset: "", ...change }), go = (change) => { location.hash = to(change); };
   useEffect(() => {
     if (text === (query.text ?? "")) return undefined;
-    const timer = setTimeout(() => location.replace(to({ text })), 300); // the way back passes no half of a word
+    const timer = setTimeout(() => { choose(text); location.replace(to({ text })); }, 300); // the way back passes no half of a word
     return () => clearTimeout(timer);
   }, [text, location.hash]);
-  useEffect(() => setText(query.text ?? ""), [query.text]); // a link or the way back changes it, too
   const wanted = new URLSearchParams({ order, descending, offset, limit: PAGE, text: query.text ?? "" });
   if (query.state) wanted.append("state", query.state);
   const { data, error } = useData(`/api/v1/runs?${wanted}`, REFRESH);
@@ -31,7 +30,7 @@ export function Runs({ query, account }) {
   const filtered = query.text || query.state;
   return html`
     <div class="bar"><h1>Runs</h1>
-      <input type="search" placeholder="Name or id" aria-label="Filter by name or id" value=${text} onInput=${(event) => setText(event.target.value)} />
+      <input type="search" placeholder="Name or id" aria-label="Filter by name or id" value=${text} onInput=${(event) => type(event.target.value)} />
       <select aria-label="Filter by state" value=${query.state ?? ""} onChange=${(event) => go({ state: event.target.value })}>
         <option value="">any state</option>${STATES.map((state) => html`<option value=${state}>${state}</option>`)}
       </select>
