@@ -280,3 +280,13 @@ def test_names_of_metrics_are_bounded_and_the_commonest_are_kept() -> None:
     assert len(means) == METRICS and means["common"] == (1.0, 512)
     long = [{f"{number:03}{'x' * 196}": 1.0 for number in range(first, 100)} for first in (0, 1)]
     assert [*metric_means(long)] == [name for name, _ in zip(long[1], range(METRIC_LETTERS // 199), strict=False)]
+
+
+@given(st.lists(st.sets(st.integers(0, 3 * METRICS), min_size=METRICS), min_size=1, max_size=4))
+def test_kept_names_of_metrics_are_those_of_the_most_episodes(having: list[set[int]]) -> None:
+    metrics = [{f"{name:03}": 1.0 for name in names} for names in having]
+    counts = Counter(name for each in metrics for name in each)
+    wanted = sorted(counts, key=lambda name: (-counts[name], name))[:METRICS]
+    assert {name: count for name, (_, count) in metric_means(metrics).items()} == {
+        name: counts[name] for name in wanted
+    }

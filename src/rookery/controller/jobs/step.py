@@ -194,8 +194,7 @@ def metric_means(metrics: Sequence[Mapping[str, float]]) -> dict[str, tuple[floa
     names, those of the most episodes are kept: an environment can give each episode other ones. A value that is not a
     finite number is no value: where an episode has only such a one, it does not have the metric. The mean is NaN where
     no episode has it."""
-    having = Counter(name for each in metrics for name in each)
-    kept = heapq.nsmallest(METRICS, having, key=lambda name: (-having[name], name))
+    kept = _most_common(metrics)
     letters = itertools.accumulate(map(len, kept))
     fit = [name for name, total in zip(kept, letters, strict=True) if total <= METRIC_LETTERS]
     values: dict[str, list[float]] = {name: [] for name in sorted(fit)}
@@ -204,6 +203,19 @@ def metric_means(metrics: Sequence[Mapping[str, float]]) -> dict[str, tuple[floa
             if name in values and math.isfinite(value):
                 values[name].append(value)
     return {name: (_mean(found), len(found)) for name, found in values.items()}
+
+
+def _most_common(metrics: Sequence[Mapping[str, float]]) -> list[str]:
+    """The names of the most episodes, at most :data:`~rookery.bounds.METRICS`; of equals, the first by the alphabet.
+    The names can be many (an environment may invent them) and everybody waits for the event loop, so that no key is
+    computed for each."""
+    having: Counter[str] = Counter()
+    for each in metrics:
+        having.update(each.keys())
+    least = sorted(having.values(), reverse=True)[:METRICS][-1] if having else 0
+    more = [name for name, count in having.items() if count > least]
+    equal = heapq.nsmallest(METRICS - len(more), (name for name, count in having.items() if count == least))
+    return sorted(more, key=lambda name: (-having[name], name)) + equal
 
 
 def _mean(values: Sequence[float]) -> float:
