@@ -53,7 +53,7 @@ export async function getAll(path, options) {
 
 export const jobPath = (job, ...parts) => ["/api/v1/jobs", encodeURIComponent(job), ...parts].join("/");
 
-const FIRST_PAUSE = 1000, LONGEST_PAUSE = 30000; // ms between attempts
+const FIRST_PAUSE = 1000, LONGEST_PAUSE = 5000; // ms between attempts; somebody waits for a service that starts again, and only visible pages ask
 
 /** Whether the service may answer the same request later. */
 export const temporary = (error) => error.status === 0 || error.status === 429 || error.status >= 500;
