@@ -3,17 +3,19 @@ what is missing.
 
 The cells lie in the result's own file, so rows, verdicts and tables are always those of the cells that are there. Cells
 of another machine or of another plan are never mixed with new ones. Another machine's stay where they are
-(``harness.ResultFolders``); with those of another plan the start is refused, unless `--discard` drops them.
+(``harness.ResultFolders``); with those of another plan the start is refused, unless `--discard` drops them. Each cell has
+its day and its commit; the result has those of the oldest, and a note names the others.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.lib.harness import Result, ResultFolders
+from benchmarks.lib.harness import Result, ResultFolders, commit
 
 Cell = dict[str, Any]
 """The figures of one piece: JSON."""
@@ -43,7 +45,10 @@ class Cells:
             if there != here:
                 told = f"{self._path.name} has cells of another plan: {there}, not {here}"
                 raise SystemExit(f"{told}; --discard drops them")
-            self.cells = stored["data"]["cells"]
+            self.cells = {
+                key: {"date": stored["date"], "commit": stored["commit"], **cell}
+                for key, cell in stored["data"]["cells"].items()
+            }
         else:
             self.result().save(self._folders)  # a run that continues from here is held to this plan
 
@@ -65,7 +70,7 @@ class Cells:
 
     def put(self, key: str, cell: Cell) -> None:
         """Store a cell; ``took``, if it is there, is how many seconds it took."""
-        self.cells[key] = cell
+        self.cells[key] = {**cell, "date": time.strftime("%Y-%m-%d"), "commit": commit()}
         self.result().save(self._folders)
         print(f"{key}: {cell['took']:.0f} s" if "took" in cell else key, flush=True)
 
@@ -73,6 +78,12 @@ class Cells:
         """Of the cells so far."""
         result = self._figures(self.cells)
         result.data |= {"plan": self._plan, "cells": self.cells}
+        if self.cells:
+            result.date, result.commit = next((cell["date"], cell["commit"]) for cell in self.cells.values())
+        later = Counter(cell["commit"] for cell in self.cells.values() if cell["commit"] != result.commit)
+        if later:
+            named = ", ".join(f"{number} of {commit}" for commit, number in later.items())
+            result.notes.append(f"Of the {len(self.cells)} cells, {named}; the others of {result.commit}.")
         return result
 
     def tell(self) -> None:

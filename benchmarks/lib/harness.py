@@ -110,14 +110,15 @@ class Result:
             print(f"  {verdict}", flush=True)
 
     def save(self, folders: ResultFolders | None = None) -> None:
-        """Write it whole, with the machine, the versions, the day and the commit, to ``folders`` or the repository's.
+        """Write it whole, with the machine, the versions and, unless it has them, the day and the commit, to ``folders``
+        or the repository's.
         What measured nothing, as where a machine cannot do it, leaves the earlier result."""
         if not (self.rows or self.verdicts or self.data):
             print("nothing was measured:", "; ".join(self.notes) or "no contender ran", flush=True)
             return
         folders = folders or ResultFolders()
         self.machine = folders.machine
-        self.date, self.commit = time.strftime("%Y-%m-%d"), commit()
+        self.date, self.commit = self.date or time.strftime("%Y-%m-%d"), self.commit or commit()
         self.versions = {**versions("torch", "rookery"), **self.versions}
         path = folders.path(self.name)
         path.parent.mkdir(parents=True, exist_ok=True)

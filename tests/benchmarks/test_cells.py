@@ -14,7 +14,7 @@ import pytest
 from benchmarks.jobs.agentic_figures import figures
 from benchmarks.lib import ages, harness, pages, plots, report
 from benchmarks.lib.cells import Cells
-from benchmarks.lib.harness import Result, ResultFolders, Row
+from benchmarks.lib.harness import Result, ResultFolders, Row, commit
 from benchmarks.lib.intervals import alternated, paired, t_quantile, welch
 from benchmarks.lib.plots import FOLDER, draw
 from hypothesis import given
@@ -112,6 +112,28 @@ def test_a_second_start_resumes_with_the_missing_parts(tmp_path: Path) -> None:
     start(discard=True)
     assert ran == [1, 0, 2, 3, 1, 2, 3]
     assert not list(tmp_path.glob("*.new"))
+
+
+def test_a_result_of_several_commits_has_the_oldest_and_names_the_others(tmp_path: Path) -> None:
+    folders = ResultFolders(tmp_path)
+
+    def start() -> Cells:
+        return Cells(counted, {"steps": 5}, folders=folders)
+
+    def stored() -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((tmp_path / "counted.json").read_text())
+        return content
+
+    start().measure("1", lambda: {"value": 1})
+    assert stored()["commit"] == commit() and stored()["notes"] == []
+    old = stored()
+    old |= {"date": "2020-02-02", "commit": "abcdef12"}
+    for cell in old["data"]["cells"].values():
+        del cell["date"], cell["commit"]
+    (tmp_path / "counted.json").write_text(json.dumps(old))
+    start().measure("2", lambda: {"value": 2})
+    assert (stored()["date"], stored()["commit"]) == ("2020-02-02", "abcdef12")
+    assert stored()["notes"] == [f"Of the 2 cells, 1 of {commit()}; the others of abcdef12."]
 
 
 def test_a_result_is_replaced_atomically(tmp_path: Path) -> None:
