@@ -8,8 +8,8 @@ service of its own and one worker process, after an uncounted job:
 * *crowd*: N tenants with keys and environments of their own submit at the same moment, staleness 2;
 * *ablation*: eight tenants at a latency of 2 s without one part: each forward pass has one job's rows, all tenants
   pass a barrier between rollouts and training, staleness 0;
-* *lanes* (only with ``--lanes``): crowds at latency 0 on a worker that takes turns and on one that trains beside
-  decoding as planned.
+* *lanes* (only with ``--lanes``): crowds at latency 0, and a tenant alone at staleness 0, on a worker that takes turns
+  and on one that trains beside decoding as planned.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from benchmarks.jobs.agentic_figures import (
     ABLATIONS,
     LANES,
     LANES_MOST,
+    LANES_RUNS,
     LATENCIES,
     PROMPTS,
     SOLO_JOBS,
@@ -235,8 +236,11 @@ def main(
                 cells.measure(f"solo/{latency:g}/{staleness}/{seed}", run)
             for count in given.tenants:
                 cells.measure(f"crowd/{latency:g}/{count}/{seed}", partial(measures["crowd"], latency, count, seed))
-        for count, lanes in itertools.product(LANES_MOST, LANES) if given.lanes else ():
-            cells.measure(f"lanes/{lanes}/{count}/{seed}", partial(measures["crowd"], 0.0, count, seed, lanes=lanes))
+        for count in LANES_MOST if given.lanes else ():
+            runs, staleness = LANES_RUNS.get(count, 1), STALENESS[-1] if count > 1 else 0
+            for number, lanes in itertools.product(range(runs * seed, runs * (seed + 1)), LANES):
+                run = partial(measures["crowd"], 0.0, count, seed, staleness, lanes=lanes)
+                cells.measure(f"lanes/{lanes}/{count}/{number}", run)
         if TOOL_SECONDS in given.latency and ABLATED_TENANTS in given.tenants:
             for arm in ABLATIONS:
                 cells.measure(f"ablation/{arm}/{seed}", partial(measures["ablation"], arm, seed))

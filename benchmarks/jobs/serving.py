@@ -1,10 +1,11 @@
 """Rollouts and training on a worker that serves: interactive requests through the OpenAI API while two jobs train.
 
-``python -m benchmarks.jobs.serving [--quick] [--load …] [--discard]``; resumable. Requests come in an open loop, each
-at its time, also while earlier ones wait: ``serving_trace.csv``, one recorded draw of a Poisson process with peaks of
-four times the mean in one second of eight, thinned to 20, 50 and 80% of the requests per second that the service alone
-answers to 16 clients. Arms: the gate, no gate, serving only, rollouts only. A fixed split of rows is no setting any
-more: see the simulation (``benchmarks.scale.serving_simulation``)."""
+``python -m benchmarks.jobs.serving [--quick] [--load …] [--lanes] [--discard]``; resumable. Requests come in an open
+loop, each at its time, also while earlier ones wait: ``serving_trace.csv``, one recorded draw of a Poisson process with
+peaks of four times the mean in one second of eight, thinned to 20, 50 and 80% of the requests per second that the
+service alone answers to 16 clients. Arms: the gate, no gate, serving only, rollouts only, and with ``--lanes`` the gate
+where training may run beside decoding. A fixed split of rows is no setting any more: see the simulation
+(``benchmarks.scale.serving_simulation``)."""
 
 from __future__ import annotations
 
@@ -37,6 +38,8 @@ TRACE_RATE, TRACE_SECONDS = 12.0, 60.0
 LOADS = (0.2, 0.5, 0.8)
 QUICK_LOADS = (0.5,)
 ARMS = ("gate", "no gate", "serving only")
+LANES = "gate, lanes"
+"""The gate in a worker with ``ROOKERY_LANES=auto``; the other arms take turns."""
 CLIENTS = 16
 CAPACITY_SECONDS = 10.0
 WINDOW = 60.0
@@ -132,7 +135,8 @@ def training(bench: Bench, on: bool) -> Iterator[None]:
 
 def measure(arm: str, rate: float, seconds: float) -> Cell:
     """A service of its own; ``arm`` ``rollouts only`` has no requests."""
-    with service(slo_gate=arm != "no gate") as bench, training(bench, arm != "serving only"):
+    lanes = "auto" if arm == LANES else "turns"
+    with service(slo_gate=arm != "no gate", lanes=lanes) as bench, training(bench, arm != "serving only"):
 
         async def run() -> Cell:
             clients = Clients(bench)
@@ -182,7 +186,7 @@ def figures(cells: Mapping[str, Cell]) -> Result:
     lines: list[list[Any]] = []
     for shape, load in itertools.product(("", QUICK), LOADS):
         alone, p99 = cells.get(f"rollouts only{shape}", {}).get("rollouts"), dict[str, float]()
-        for arm in ARMS:
+        for arm in (*ARMS, LANES):
             if (cell := cells.get(f"{load:.0%} {arm}{shape}")) is None:
                 continue
             seen = cell["seen"]
@@ -204,6 +208,10 @@ def figures(cells: Mapping[str, Cell]) -> Result:
         if not shape and f"{load:.0%} gate" not in cells:
             target = f"{load:.0%} gate: >= {WITHIN:.0%} of one-minute windows within"
             result.judge(target, "-", None, f"ten minutes with {', '.join(ARMS[1:])}")
+        if "gate" in p99 and LANES in p99:
+            target = f"{load:.0%}{shape}: P99 time to first token with lanes, not above turns"
+            share = p99[LANES] / p99["gate"]
+            result.judge(target, f"{share:.2f} x", share <= 1.0)
         if "serving only" in p99:
             rises = [f"{arm} {p99[arm] / p99['serving only']:.2f} x" for arm in ARMS[:-1] if arm in p99]
             result.notes.append(f"{load:.0%}{shape}: P99 time to first token over serving only: {', '.join(rises)}.")
@@ -219,6 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="50%% load and a minute of each arm: six minutes")
     parser.add_argument("--load", nargs="*", type=float, choices=LOADS)
+    parser.add_argument("--lanes", action="store_true", help="also the gate with ROOKERY_LANES=auto")
     parser.add_argument("--discard", action="store_true", help="drop the cells that are there")
     given = parser.parse_args()
     seconds, shape = (WINDOW, QUICK) if given.quick else (10 * WINDOW, "")
@@ -226,7 +235,7 @@ def main() -> None:
     rate = cells.measure("capacity", capacity)["rate"]
     cells.measure(f"rollouts only{shape}", lambda: measure("rollouts only", 0.0, seconds))
     for load in given.load or (QUICK_LOADS if given.quick else LOADS):
-        for arm in ARMS:
+        for arm in (*ARMS, LANES) if given.lanes else ARMS:
             cells.measure(f"{load:.0%} {arm}{shape}", functools.partial(measure, arm, load * rate, seconds))
     cells.tell()
 

@@ -3,8 +3,8 @@ what is missing.
 
 The cells lie in the result's own file, so rows, verdicts and tables are always those of the cells that are there. Cells
 of another machine or of another plan are never mixed with new ones. Another machine's stay where they are
-(``harness.ResultFolders``); with those of another plan the start is refused, unless `--discard` drops them. Each cell has
-its day and its commit; the result has those of the oldest, and a note names the others.
+(``harness.ResultFolders``); with those of another plan the start is refused, unless `--discard` drops them. Each cell
+has its day and its commit; the result has those of the oldest, and a note names the others.
 """
 
 from __future__ import annotations

@@ -110,9 +110,9 @@ class Result:
             print(f"  {verdict}", flush=True)
 
     def save(self, folders: ResultFolders | None = None) -> None:
-        """Write it whole, with the machine, the versions and, unless it has them, the day and the commit, to ``folders``
-        or the repository's.
-        What measured nothing, as where a machine cannot do it, leaves the earlier result."""
+        """Write it whole, with the machine, the versions and, unless it has them, the day and the commit, to
+        ``folders`` or the repository's. Where nothing was measured, as a machine cannot do it, the earlier result
+        stays."""
         if not (self.rows or self.verdicts or self.data):
             print("nothing was measured:", "; ".join(self.notes) or "no contender ran", flush=True)
             return

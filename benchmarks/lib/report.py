@@ -54,13 +54,6 @@ MOST_LINES = 6
 """Of a measure on the page."""
 
 AGAIN = {
-    "with lanes, of turns: the demo's training time <= 0.9": "env ROOKERY_LANES=auto make demo",
-    "with lanes: a client's P99 time to first token under two training jobs, not worse than in turns": (
-        "env ROOKERY_LANES=auto python -m benchmarks.jobs.serving --quick"
-    ),
-    "with lanes: one tenant at staleness 0 within 2% of turns": (
-        "env ROOKERY_LANES=auto python -m benchmarks.jobs.grpo_step --quick"
-    ),
     "chaos in virtual time: 1,000 workers, 200 jobs, 100,000 preemptions": "make chaos-at-scale",
     "the controller's time per event as workers and jobs grow": "make controller-scaling",
     "lost workers, restarts, joining workers, seeding": "make bench-preemption",
