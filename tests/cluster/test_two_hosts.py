@@ -127,7 +127,7 @@ class TwoHosts:
         if not (self.folder / "data" / "admin.key").exists():
             return []
         try:
-            rows = self.rows("workers")
+            rows = json.loads(self.rookery("workers", "--json"))["workers"]
         except Exception as error:  # the service is not up yet
             print(error)
             return []
