@@ -347,12 +347,40 @@ IN_WORDS: list[tuple[str, list[float | None]]] = [
 ]  # fmt: skip
 """Numbers next to words and signs that change them, in the languages that models write."""
 
+OTHERS: list[tuple[str, list[float | None]]] = [
+    ("5 and two thirds", [None]), ("5 and two-thirds", [None]), ("5 and an eighth", [None]), ("5 and a half", [None]),
+    ("5 and five sixths", [None]), ("5 and three friends", [5]), ("5 and two thirsty men", [5]),
+    ("5年半", [None]), ("5个半小时", [None]), ("5時間半", [None]), ("半径5", [5]), ("5米半径", [5]),
+    ("5시간 반", [None]),
+    ("2 hours 30 minutes", [None, None]), ("2 hours and 30 minutes", [None, None]), ("2h 30min", [None, None]),
+    ("1 hour, 20 minutes and 5 seconds", [None, None, None]), ("5 feet 3 inches", [None, None]),
+    ("5 ft 3 in", [None, None]), ("3 dollars and 50 cents", [None, None]), ("$3 and 50 cents", [None, None]),
+    ("3 pounds 5 ounces", [None, None]), ("2 weeks and 3 days", [None, None]), ("5° 30'", [None, None]),
+    ("In 2 hours, 30 people came", [2, 30]), ("2 hours. 30 minutes later", [2, 30]), ("3 days 4 people", [3, 4]),
+    ("5 minutes and 3 cents", [5, 3]), ("30 minutes and 2 hours", [30, 2]), ("2 hours", [2]), ("5 feet", [5]),
+    ("~~41~~ 42", [42]), ("The answer is ~~41~~ 42.", [42]), ("42 ~~41~~", [42]), ("~~41~~", []),
+    ("<del>41</del> 42", [42]), ("42 <s>41</s>", [42]), ("5~~10", [None, None]), ("5 ~~ 10", [None, None]),
+    ("10<sup>5</sup>", [None, None]), ("2<sup>10</sup> = 1024", [None, None, 1024]), ("18 cm<sup>2</sup>", [18]),
+    ("x<sub>5</sub> = 7", [None, 7]), ("CO<sub>2</sub>: 7", [7]), ("0.3...", [None]), ("0.333…", [None]), ("5...", [5]),
+    ("5\u2028", [5]), ("5\u20286", [5, 6]), ("5\x856", [5, 6]),
+    ("5 tysięcy", [None]), ("5 tisíc", [None]), ("5 tusen", [None]), ("5 tuhatta", [None]), ("5 ezer", [None]),
+    ("5 milionów", [None]), ("5 miljoner", [None]), ("5 millioner", [None]), ("5 millió", [None]),
+    ("5 milioane", [None]),
+    ("5 milijuna", [None]), ("5 miliardów", [None]), ("5 miljarder", [None]), ("5 milliarden", [None]),
+    ("5 mii", [None]),
+    ("5 хиляди", [None]), ("5 hiljada", [None]), ("5 ہزار", [None]), ("5 کروڑ", [None]), ("5 bilionów", [None]),
+    ("5 promille", [None]), ("$5 MM", [None]), ("5\\text{ milionów}", [None]), ("5 millimeters", [5]),
+    ("5 millionaires", [5]), ("5 military men", [5]), ("5 milk cartons", [5]), ("5 milliamps", [5]),
+]  # fmt: skip
+"""Amounts of several units, mixed numbers in words, numbers that are struck out, powers in HTML, decimals that go on,
+and words that multiply in further languages."""
+
 
 def written(value: float | None) -> Decimal | None:
     return None if value is None else Decimal(repr(value))
 
 
-@pytest.mark.parametrize(("text", "expected"), [*SPELLINGS, *IN_WORDS])
+@pytest.mark.parametrize(("text", "expected"), [*SPELLINGS, *IN_WORDS, *OTHERS])
 def test_spellings_of_numbers(text: str, expected: list[float | None]) -> None:
     assert list(numbers(text)) == [written(value) for value in expected]
     assert list(numbers(text, backwards=True)) == [written(value) for value in reversed(expected)]

@@ -33,14 +33,16 @@ MAGNITUDES = "十百千万億亿兆萬億仟佰拾"
 _HANGUL_MAGNITUDES = "십백천만억조"
 """The same directly after it; after a space they begin other words."""
 _MAGNITUDE_WORDS = (
-    "hundreds?|thousands?|millions?|(?:b|tr|quadr|quint|sext)illions?|dozens?|lakhs?|lacs?|crores?"
-    "|tausend|millionen|milliarden?|mio|mrd|tsd|milliards?|mil|mille|mila|mill(?:ón|ones)|bill(?:ón|ones)"
-    "|m?bilh(?:ão|ões)|milh(?:ão|ões)|milion[ei]|miliard[io]|duizend|miljoen|miljard|tys|mln|mld|mlrd|bin|milyon|milyar"
-    "|nghìn|ngàn|triệu|tỷ|tỉ|ribu|juta|miliar|triliun|(?-i:k|K|M|bn|tn|B)"
+    "hundreds?|thousands?|(?:b|tr|quadr|quint|sext)illions?|dozens?|lakhs?|lacs?|crores?|per ?mille?|promille"
+    "|tausend|mio|mrd|tsd|mil|mille|mila|mii|mill(?:ón|ones)|bill(?:ón|ones)|m?bilh(?:ão|ões)|milh(?:ão|ões)"
+    "|duizend|tusen|tys|mln|mld|mlrd|bin|nghìn|ngàn|triệu|tỷ|tỉ|ribu|juta|triliun|libo(?:ng)?|(?-i:k|K|M|MM|bn|tn|B)"
 )
 _MAGNITUDE_STEMS = (
-    "тыс|тисяч|миллион|мільйон|миллиард|мільярд|млн|млрд|трлн|χιλιάδ|εκατομμύρι|δισεκατομμύρι"
-    "|हज़ार|हजार|लाख|करोड़|अरब|सौ(?!\\w)|হাজার|লাখ|লক্ষ|কোটি|ألف|آلاف|مليون|ملايين|مليار|هزار|میلیون|میلیارد"
+    "mil+i[oó](?!naire)|bil+i[oó](?!naire)|mil+i?[aá]rd|mil[iy]ar(?!y)|milyon|miljo|miljar|biljo|milij[uoa]"
+    "|tysi|tis[ií]c|tisuć|tisoč|hiljad|tusind|tuhat|tuhan|ezer|ezret|tūkst|þúsund"
+    "|тыс|тисяч|миллион|мільйон|миллиард|мільярд|млн|млрд|трлн|хиляд|хиљад|χιλιάδ|εκατομμύρι|δισεκατομμύρι"
+    "|हज़ार|हजार|लाख|करोड़|कोटी|अरब|सौ(?!\\w)|হাজার|লাখ|লক্ষ|কোটি|ألف|آلاف|مليون|ملايين|مليار|هزار|میلیون|میلیارد"
+    "|ہزار|لاکھ|کروڑ|ஆயிர|லட்ச|கோடி|వేల|లక్ష|కోట్ల|હજાર|લાખ|કરોડ|ਹਜ਼ਾਰ|ਲੱਖ|ਕਰੋੜ"
     "|אלף|אלפים|מיליון|מיליארד|พัน|หมื่น|แสน|ล้าน"
 )
 """Words after a number that multiply it, in the languages that models write, and beginnings of such words."""
@@ -72,6 +74,13 @@ _SHORT_GROUP = re.compile(r"\d{1,3},\d{3},", re.ASCII)
 _ENTITY = re.compile(r"&(?:#\w{1,8}|[A-Za-z]\w{1,30});", re.ASCII)
 """A character as HTML writes it: &minus;"""
 _BEYOND_ASCII = re.compile(r"[^\x00-\x7f]")
+_STRUCK = re.compile(
+    r"(?<!\d)~~(?=\S)[^~\n]{1,80}(?<=\S)~~(?!\d)|<(?P<tag>del|s|strike)>[^<>\n]{0,80}</(?P=tag)>", re.IGNORECASE
+)
+"""A part of a text that is struck out."""
+_RAISED = re.compile(r"<(su[pb])>(?=[-+]?\w)|</su[pb]>", re.IGNORECASE)
+"""The beginning of a power or of an index in HTML, and its end."""
+_SCRIPTS = {"sup": "^", "sub": "_"}
 _TAG = re.compile(r"</?[A-Za-z][^<>\n]{0,80}>|<\|[^<>|\n]{1,40}\|>|<<[^<>\n]{0,80}>>")
 """HTML, XML, special tokens that are written as text, and the calculations of GSM8K: ``$<<9*2=18>>18``."""
 
@@ -98,11 +107,13 @@ _FUNCTION_BEFORE = re.compile(
 )
 _JOINED_AFTER = re.compile(
     rf"(?:%|\\%)? *(?:{_JOINING_WORDS}|x)(?: *(?:-|\+|\$|\\\$|\(|\*\*)*\d| +{_NUMBER_WORD}\b)|"
-    r" *(?:to the |squared|cubed|factorial|and (?:a|one|three) (?:half|third|quarter)|and \d+/\d)|"
+    r" *(?:to the |squared|cubed|factorial|and \d+/\d)|"
+    rf" *and (?:an?|{_NUMBER_WORD})[- ](?:half|halves|quarters?|{_PARTS})\b|"
+    r" *[\u4e00-\u9fff]{0,2}半(?![径徑球价價导導数數夜])| *[\uac00-\ud7af]{0,2} ?반(?!\w)|"  # and a half
     r" *\d+ ?[/⁄∕]|"  # a mixed number
     r" *e[-+]?\d|"  # an exponent
-    rf" *(?:\\text ?\{{ ?)?(?:{_MAGNITUDE_WORDS}|{_PARTS}|st|nd|rd|th)\b|"
-    rf" *(?:{_MAGNITUDE_STEMS}|{_RATIO_WORDS}|[{MAGNITUDES}])",
+    rf" *(?:\\text ?\{{ *)?(?:(?:{_MAGNITUDE_WORDS}|{_PARTS}|st|nd|rd|th)\b|{_MAGNITUDE_STEMS})|"
+    rf" *(?:{_RATIO_WORDS}|[{MAGNITUDES}])",
     re.IGNORECASE,
 )
 _NEGATIVE_WORD = re.compile(
@@ -146,6 +157,28 @@ _UNIT_POWER = re.compile(
 )
 """A unit with a power, such as cm^2, or a name with an index, such as CO_2; a power of a variable is an expression."""
 
+_UNITS_WITH_PARTS = (
+    ("years?|yrs?", "months?", "weeks?|wks?", "days?", "hours?|hrs?|h", "minutes?|mins?", "seconds?|secs?|s"),
+    ("miles?|mi", "yards?|yds?", "feet|foot|ft", "inch(?:es)?|in"),
+    ("kilomet(?:er|re)s?|km", "met(?:er|re)s?|m", "centimet(?:er|re)s?|cm", "millimet(?:er|re)s?|mm"),
+    ("tons?|tonnes?", "kilograms?|kilos?|kg", "grams?|g"), ("pounds?|lbs?", "ounces?|oz"),
+    ("dollars?|euros?|pounds?|francs?", "cents?|pence|centimes?"), ("degrees?", "minutes?", "seconds?"),
+)  # fmt: skip
+"""Units, each before those that are parts of it."""
+_AMOUNT = re.compile(
+    r"(?<=\d) ?(?:°(?= ?\d+ ?['′])|"
+    + "|".join(
+        rf"(?:{unit})(?:,? and|,)? (?=\d[\d.]* ?(?:{'|'.join(units[at + 1 :])})\b)"
+        for units in _UNITS_WITH_PARTS
+        for at, unit in enumerate(units[:-1])
+    )
+    + ")",
+    re.IGNORECASE,
+)
+"""The text between two numbers that are one amount: 2 hours and 30 minutes."""
+_CHANGE = re.compile(r"(?<=[$€£])( ?\d[\d,]*)(?: and |, )(?=\d\d? (?:cents?|pence)\b)")
+"""An amount of money before its cents."""
+
 _STOPS = frozenset(".,;:!?\"'“”‘’»…|&#~=≈→⇒ \t\n\r\v\f，．：；")
 """Characters after a number that end it."""
 _STARTS = frozenset("=≈:;,|\"'“”‘’«#~&!?→⇒…@ \t\n\r\v\f")
@@ -166,6 +199,8 @@ class _Characters(dict[int, str | int | None]):
             spelt = str(unicodedata.decimal(char))
         elif code > 0x7F and unicodedata.category(char) == "Zs":
             spelt = " "
+        elif char in "\x85\u2028\u2029":
+            spelt = "\n"
         elif 0xFF01 <= code <= 0xFF5E and char not in "，．：；":
             spelt = chr(code - 0xFEE0)
         elif 0x1D400 <= code <= 0x1D7FF:  # the alphabets of mathematics
@@ -191,7 +226,8 @@ def numbers(text: str, *, backwards: bool = False) -> Iterator[Decimal | None]:
     """The numbers in a text in their order, None for an unreadable one. Digits that end a name (H2O) or a unit (cm^2)
     are none."""
     text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
-    text = _LIST.sub(_separated, _TAG.sub(" ", spelt_in_ascii(text)))
+    text = _RAISED.sub(lambda tag: _SCRIPTS.get((tag[1] or "").lower(), ""), _STRUCK.sub(" ", spelt_in_ascii(text)))
+    text = _LIST.sub(_separated, _AMOUNT.sub(_joined, _CHANGE.sub(r"\1·", _TAG.sub(" ", text))))
     found = list(_TOKEN.finditer(text))
     if not text.isascii():
         numerals = (match for match in _BEYOND_ASCII.finditer(text) if _is_numeral(text, match.start()))
@@ -205,12 +241,18 @@ def numbers(text: str, *, backwards: bool = False) -> Iterator[Decimal | None]:
         if _ends_name(before):
             continue
         sign = _sign(before)
-        yield None if sign is None or not _ends(after) else _value(match[0], match["group"], sign < 0)
+        continues = "." in match[0] and after.startswith(("...", "…"))
+        yield None if sign is None or continues or not _ends(after) else _value(match[0], match["group"], sign < 0)
 
 
 def spelt_in_ascii(text: str) -> str:
     """The text with digits, dashes of negative numbers, spaces and full-width forms in ASCII."""
     return text if text.isascii() else text.translate(_CHARACTERS)
+
+
+def _joined(found: re.Match[str]) -> str:
+    """The text between two numbers of one amount, such that neither is read."""
+    return f"·{found[0].strip()}·"
 
 
 def _separated(found: re.Match[str]) -> str:
@@ -356,7 +398,7 @@ def _ends(after: str) -> bool:
     if first == "{" or (first == "," and rest.startswith(",\\!")):
         return False
     if first in _STOPS:
-        if re.match(r"~ ?\d| ~ ?\d", rest):
+        if re.match(r" ?~+ ?\d", rest):
             return False  # a range, as in East Asia
         following = rest.lstrip(" ")[:1]
         return not (following and (following in "‰‱" or unicodedata.category(following) in ("No", "Nl")))
