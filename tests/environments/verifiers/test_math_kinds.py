@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 
-from rookery.environments.verifiers.expressions import clear, joined_relations
+from rookery.environments.verifiers.expressions import clear, gold_latex, joined_relations
 from rookery.environments.verifiers.units import unit_of
 from rookery.environments.verifiers.verifiers import VERIFIERS, AnyVerifier
 
@@ -215,6 +215,41 @@ KINDS: dict[str, list[tuple[str, str, int]]] = {
         (r"\text{gain of }5", r"\boxed{\text{loss of }5}", 0), ("5 men", r"\boxed{5}", 1),
         ("5 students", r"\boxed{5}", 1), ("5", r"\boxed{5 tiles}", 1), ("5 am", r"\boxed{5}", 1),
     ],
+    "texts that change a number": [
+        ("5", r"\boxed{\text{not } 5}", 0), ("5", r"\boxed{\text{less than } 5}", 0),
+        ("5", r"\boxed{5\text{ squared}}", 0),
+        ("5", r"\boxed{\text{at least } 5}", 0), ("5", r"\boxed{5 \text{ or more}}", 0),
+        ("5", r"\boxed{5\text{th}}", 0),
+        ("5", r"\boxed{\text{5 or 6}}", 0), ("6", r"\boxed{\text{5 or 6}}", 0), ("5", r"\boxed{\text{5 minus 3}}", 0),
+        ("5", r"\boxed{5 \text{ hours } 30 \text{ minutes}}", 0), ("30", r"\boxed{5 \text{ h } 30 \text{ min}}", 0),
+        ("5", r"\boxed{\text{half of } 5}", 0), ("5", r"\boxed{\text{twice } 5}", 0), ("5", r"\boxed{5\text{k}}", 0),
+        ("5", r"\boxed{5\text{ over }6}", 0), ("5", r"\boxed{5 \text{ and a half}}", 0),
+        ("6", r"\boxed{5\text{ plus }6}", 0),
+        ("5", r"\boxed{5 \text{ out of } 6}", 0), (r"5 \text{ or more}", r"\boxed{5}", 0),
+        (r"5 \text{ or more}", r"\boxed{5\text{ or more}}", 1), (r"5^{\text{th}}", r"\boxed{5^{\text{th}}}", 1),
+        ("5", r"\boxed{5 \text{ apples}}", 1), (r"\mathrm{H_2SO_4}", r"\boxed{\text{H}_2\text{SO}_4}", 1),
+    ],
+    "signs": [
+        ("5", r"The answer is -$\boxed{5}$.", 0), ("-5", r"The answer is -$\boxed{5}$.", 1), ("5", r"-\,\boxed{5}", 0),
+        ("5", r"minus $\boxed{5}$", 0), ("-5", r"It is negative \boxed{5}.", 1), ("5", r"$-$\boxed{5}", 0),
+        ("5", r"x = - \boxed{5}", 0), ("5", r"-(\boxed{5})", 0), ("-5", r"-\left(\boxed{5}\right)", 1),
+        ("5", r"\boxed{\text{-}5}", 0), ("-5", r"\boxed{\text{-}5}", 1), ("5", r"\boxed{{-}5}", 0),
+        ("-5", r"\boxed{{-}5}", 1),
+        ("-5", r"\boxed{\text{negative } 5}", 1), ("5", r"\boxed{\text{minus } 5}", 0), ("-5", r"\boxed{minus 5}", 1),
+        ("5", r"\boxed{—5}", 0), ("5", r"\boxed{⁻5}", 0), ("5", r"\boxed{➖5}", 0), ("5", "So:\n- \\boxed{5}", 1),
+    ],
+    "text around a box": [
+        ("5", r"The answer is not \boxed{5}.", 0), ("5", r"It isn't $\boxed{5}$.", 0), ("5", r"x \neq \boxed{5}", 0),
+        ("5", r"$\boxed{5}$ million", 0), ("5", r"\boxed{5} thousand dollars", 0),
+        ("5", r"\boxed{5}\text{ billion}", 0),
+        ("5", r"\boxed{5}^2", 0), ("5", r"\boxed{5}/2", 0), ("5", r"10^{\boxed{5}}", 0), ("5", r"2^\boxed{5}", 0),
+        ("5", r"\boxed{5}0", 0), ("5", r"\boxed{5}^\circ", 1), ("5", r"\boxed{5} apples", 1), ("5", r"\boxed{5}!", 1),
+        ("5", r"**\boxed{5}**", 1), ("5", r"It is not 4, it is \boxed{5}.", 1), ("5", r"$x = \boxed{5}$, not 6", 1),
+    ],
+    "two numbers side by side": [
+        (answer, reply, 0) for answer in ("5", "6", "30", "56", "11")
+        for reply in (r"\boxed{5 \quad 6}", r"\boxed{5\qquad6}", "\\boxed{5\n6}", "\\boxed{5\t6}")
+    ],
 }  # fmt: skip
 """An answer, a reply, and its reward."""
 
@@ -239,6 +274,29 @@ def test_answers_are_read_as_a_person_reads_them(verifier: AnyVerifier, kind: st
 )  # fmt: skip
 def test_a_unit_is_known_by_its_name(name: str, enclosed: bool, measure: str) -> None:
     assert (unit_of(name, enclosed=enclosed) or ("",))[0] == measure
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["She sold 48/2 = <<48/2=24>>24 clips.\nIn all 48+24 = <<48+24=72>>72.\n#### 72", "#### 42", "The total is 42",
+     "Tom has 5 apples", "It takes 2 hours", "So x = 5, hence the area is 25", "7 since 3+4=7", "x = 5\ny = 6", "5\n6",
+     "We have $x=5$, so the area is $25$", "Therefore 3 is prime"],
+)  # fmt: skip
+def test_a_sentence_or_a_whole_solution_is_no_answer(answer: str) -> None:
+    """math-verify takes one of its expressions, or its words as products of letters: no reply would be right."""
+    with pytest.raises(ValueError, match=r"answer is .*, which can be read in several ways"):
+        gold_latex(answer, "answer")
+
+
+@pytest.mark.parametrize(
+    ("answer", "latex"),
+    [("The answer is: 42", r"\boxed{42}"), ("Answer: 42\n", r"\boxed{42}"), ("final answer: x/2", r"\boxed{x/2}"),
+     (r"Thus $x$ is 5, so \boxed{5} it is.", r"\boxed{5}"), ("$5$ and $6$", "$5$, $6$"), ("e^{it}", r"\boxed{e^{it}}"),
+     ("\\begin{pmatrix}\n1\\\\\n2\n\\end{pmatrix}", "\\boxed{\\begin{pmatrix}\n1\\\\\n2\n\\end{pmatrix}}"),
+     ("no solution", r"\boxed{no solution}"), ("profit of 10", r"\boxed{profit of 10}")],
+)  # fmt: skip
+def test_an_answer_in_a_text_that_names_it_is_one(answer: str, latex: str) -> None:
+    assert gold_latex(answer, "answer") == latex
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from rookery.environments.verifiers.boxes import last_box, several_boxes, sign_of_box
 from rookery.environments.verifiers.numbers import MAGNITUDES, spelt_in_ascii
 from rookery.environments.verifiers.sentences import last_answer, ratio_in_words
 from rookery.environments.verifiers.texts import decimal_of, described, visible
@@ -179,14 +180,36 @@ _UNCLEAR = re.compile(
     r"\d *_"  # a base: 101_2
     r"|\d *:\d\d(?!\d)|\d\.\d+\.\d"  # a time, a version
     r"|\d{4}-\d\d?-\d|\d/\d+/\d"  # a date
-    r"|(?<![_^\d])\d+(?: |\\[,;: !])+\.?\d"  # two numbers side by side
+    r"|(?<![_^\d])\d+(?:\s|\\[,;: !]|\\q?quad(?![A-Za-z]))+\.?\d"  # two numbers side by side
     r"|\d[\s~]*(?:\\[,;: ]|\\(?:text|mathrm|textrm|mbox) ?\{)*\s*"
     r"(?:hundred|thousand|million|billion|trillion|dozen|lakh|crore)"
-    r"|\d(?:st|nd|rd|th)\b|\d[eE][-+]?\d|\b0[xX][0-9A-Fa-f]"
+    r"|\d(?:st|nd|rd|th)\b|\d[eE][-+]?\d|\b0[xX][0-9A-Fa-f]|\A(?:[—―➖]|\^)"
     r"|\d +(?!(?:and|or)\b)[A-Za-z]{2,}\.?,? +(?:and +)?\d"  # two amounts: 2 hours 30 minutes
     rf"|\d +{_PART}\b",
     re.ASCII,
 )
+_IN_TEXT = r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it|sf)|mbox) *\{"
+_SIGN_AS_TEXT = re.compile(
+    rf"(?:{_IN_TEXT} *(?:[-−]|minus|negative) *\}}|\{{ *[-−] *\}}|\A(?i:minus|negative) )\s*(?=\.?\d)"
+)
+"""A sign that math-verify would drop as a text."""
+_CHANGED = re.compile(
+    rf"{_IN_TEXT}[^{{}}]*(?:(?<![A-Za-z^_{{\d.,])\d|\b(?:not|no|never"
+    r"|(?:less|fewer|greater|more|larger|smaller|higher|lower) than"
+    r"|at (?:least|most)|up to|(?:or|and) (?:more|less|fewer|greater|above|below|up)|half|double|twice|triple|thrice"
+    r"|minus|negative|plus|squared|cubed|factorial|roots? of|out of|between|and an?|hundred|thousand|million|dozen)\b)"
+    rf"|{_IN_TEXT} *(?:st|nd|rd|th|k|bn|mn) *\}}"
+    rf"|\d(?:\s|\\[,;: ])*{_IN_TEXT}[^{{}}]*\}}(?:\s|\\[,;: ])*[-+]?\.?\d"
+)
+"""A text in an answer that makes its number another one, or stands between two: math-verify drops it."""
+_INTRODUCTION = re.compile(r"\A(?:the )?(?:final )?answer(?: is)?:? +(?=.)", re.IGNORECASE)
+_PROSE = re.compile(
+    r"####|<<|(?:\A|(?<=\s))(?:the|is|are|was|were|has|have|had|we|he|she|it|they|gets?|so|then|therefore|hence|thus"
+    r"|because|since|there|this|that|which|needs?|takes?)(?=[\s,:])",
+    re.IGNORECASE,
+)
+"""Words of a sentence, and the marks of GSM8K's solutions."""
+_DOLLAR_PARTS = re.compile(r"(?<!\\)\$[^$]*(?<!\\)\$")
 _POWER_OF_TEN = re.compile(
     r"([-+]?) ?(\d+\.\d+) ?(?:\\times|\\cdot) ?10 ?\^ ?(?=\{?([-+]?\d{1,3}))(?:\{[-+]?\d+\}|\d+)", re.ASCII
 )
@@ -270,12 +293,23 @@ def gold_latex(value: Any, field: str) -> str:
     if not isinstance(value, str) or not visible(value):
         raise ValueError(f"{field} is {described(value)}; write a number, or an expression as a text in LaTeX")
     latex = clear(value) if len(value) <= LONGEST_ANSWER else None
-    if latex is None:
+    if latex is None or _is_prose(latex):
         raise ValueError(
             rf"{field} is {described(value)}, which can be read in several ways; write it in LaTeX as one expression,"
             r" such as \frac{7}{2}"
         )
     return latex
+
+
+def _is_prose(latex: str) -> bool:
+    """Whether an answer is a text that speaks about several expressions, or has lines: math-verify would take one of
+    them, or the words as products of their letters."""
+    parts = _DOLLAR_PARTS.split(latex)
+    if len(parts) > 2:
+        return any(part.strip(" ,;.") not in ("", "and", "or") for part in parts[1:-1])
+    content = _WRAPPED.sub("", _ENVIRONMENT.sub("", content_of(latex).strip()))
+    several = "\n" in content or _PROSE.search(content) is not None
+    return several and len(parts) < 2 and re.search(r"\d", content) is not None
 
 
 def significant_digits(latex: str) -> int:
@@ -287,7 +321,7 @@ def significant_digits(latex: str) -> int:
 def reply_latex(text: str, *, words: bool = False) -> str | None:
     r"""A reply as math-verify shall read it: the content of its last ``\boxed{…}`` alone, the whole text without one.
     None for a reply whose last box is empty, unfinished or unclear. With ``words`` a reply may end with any word."""
-    boxed = _several_boxes(text) or _last_box(text)
+    boxed = several_boxes(text) or last_box(text)
     if boxed is None:
         end = text[-_END:]
         spelt = spelt_in_ascii(end)
@@ -305,17 +339,8 @@ def reply_latex(text: str, *, words: bool = False) -> str | None:
             return clear(answer)
         text = text[:-_END] + _bared(end)
         return _raised(_written(_RANGE.sub(lambda found: f"{found[0][0]} to {found[0][-1]}", text)))
-    sign = "" if _several_boxes(text) else _before_box(text)
+    sign = "" if several_boxes(text) else sign_of_box(text)
     return None if sign is None else clear(sign + (ratio_in_words(boxed) or boxed))
-
-
-def _before_box(text: str) -> str | None:
-    """The sign before the last box; None where the box is an operand of something else."""
-    before = text[max(0, max(text.rfind(r"\boxed"), text.rfind(r"\fbox")) - _END) :]
-    before = before[: max(before.rfind(r"\boxed"), before.rfind(r"\fbox"))]
-    if re.search(r"\\[dtc]?frac *(?:\{[^{}]*\})? *\{ *\Z|\d\Z|\\sqrt *\{ *\Z", before):
-        return None
-    return "-" if re.search(r"(?:\A|[\s$=:(\[])[-−]\Z", before) else ""
 
 
 def _bared(text: str) -> str:
@@ -326,7 +351,9 @@ def _bared(text: str) -> str:
 
 def clear(text: str) -> str | None:
     r"""One answer in a ``\boxed{…}``, None where it could be read in several ways."""
-    content = _MEMBER.sub("", _INTRODUCED.sub("", _DECORATED.sub(lambda found: found[1] or found[2], _unwrapped(text))))
+    content = _DECORATED.sub(lambda found: found[1] or found[2], _unwrapped(text))
+    content = _MEMBER.sub("", _INTRODUCED.sub("", _INTRODUCTION.sub("", content)))
+    content = _SIGN_AS_TEXT.sub("-", content)
     if _RANGE.search(content):
         return None
     content = _in_words(_separated(_STOP.sub("", _written(_DERIVATIVE.sub("", content), whole=True))))
@@ -347,7 +374,7 @@ def clear(text: str) -> str | None:
 
 def as_written(latex: str) -> bool:
     """Whether math-verify would read an answer in a box as another one, so that its text is compared."""
-    content = (_last_box(latex) or "").strip()
+    content = (last_box(latex) or "").strip()
     if (
         _is_text(_WRAPPED.sub(r"\1", content).strip())
         or _DENIAL.search(content)
@@ -356,6 +383,7 @@ def as_written(latex: str) -> bool:
         or (_FOREIGN_RELATION.search(content) and r"\lim" not in content)
         or _INEQUALITY.match(content)
         or _MODULO.search(content)
+        or (_CHANGED.search(content) and re.search(r"\d", content))
     ):
         return True
     return r"\\" in _ENVIRONMENT.sub("", content) or _CONDITION.match(_bare(content)) is not None
@@ -371,7 +399,7 @@ def _is_text(content: str) -> bool:
 
 def joined_relations(latex: str) -> tuple[str, list[str]]:
     """The word between relations of an answer in a box, ``and`` or ``or``, and these; "" for any other answer."""
-    content = _last_box(latex) or ""
+    content = last_box(latex) or ""
     words = {re.sub(r"[^a-z]|text(?:rm)?|mathrm|mbox", "", found[0]) for found in _JOINED.finditer(content)}
     parts = _JOINED.split(content)
     if len(words) != 1 or not all(_RELATION.search(part) for part in parts):
@@ -383,14 +411,14 @@ def contradict(latex: str, other: str) -> bool:
     """Whether the words of two answers in boxes say the opposite: 5 up is not 5 down."""
     said = [
         dict(OPPOSITES[word] for word in re.findall("[a-z]+", content.lower()) if word in OPPOSITES)
-        for content in (_last_box(latex) or "", _last_box(other) or "")
+        for content in (last_box(latex) or "", last_box(other) or "")
     ]
     return any(said[0][axis] != said[1][axis] for axis in said[0].keys() & said[1].keys())
 
 
 def content_of(latex: str) -> str:
     """The text in the box of an answer; the whole text of one without."""
-    return _last_box(latex) or latex
+    return last_box(latex) or latex
 
 
 def same_text(latex: str, other: str) -> bool:
@@ -407,7 +435,7 @@ def _listed(latex: str) -> list[str]:
 
 def without_unit(latex: str) -> tuple[str, str, Fraction]:
     """An answer without its unit, the measure of the unit and its size; "" for an answer without one that is known."""
-    box = _last_box(latex)
+    box = last_box(latex)
     found = _UNIT.search(latex[-_END:] if box is None else box)
     if found is None or (not found["gap"] and _ADJACENT.fullmatch(found["bare"] or "")):
         return latex, "", Fraction(1)
@@ -434,7 +462,7 @@ def _bare(content: str) -> str:
 def _unwrapped(text: str) -> str:
     """The text without what encloses a single expression: dollars, brackets of LaTeX, boxes, Markdown."""
     text = text.strip()
-    boxed = _last_box(text)
+    boxed = last_box(text)
     if boxed is not None:
         text = boxed.strip()
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), *_MARKS):
@@ -484,7 +512,7 @@ def _separated(content: str) -> str:
 
 def split_choice(latex: str) -> tuple[str, str]:
     """The letter of a choice that an answer in a box begins with, and the rest: ``(D) 12``. "" for one without."""
-    box = _last_box(latex) or ""
+    box = last_box(latex) or ""
     if (alone := re.fullmatch(r"\(?([A-J])\)?", _bare(box))) is not None:
         return alone[1], ""
     found = _CHOICE.match(box)
@@ -551,45 +579,3 @@ def _dotted(found: re.Match[str]) -> str:
 def _improper(found: re.Match[str]) -> str:
     whole, top, bottom = map(int, found.groups())
     return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
-
-
-_BETWEEN = re.compile(r"\}[\s$.)\]\\]{0,4}(?:,\s?(?:and|or)?|\s(?:and|or))[\s$(\[\\]{0,5}\Z")
-"""The text between two boxes that are answers together."""
-_BETWEEN_LONGEST = 20
-"""Characters of it."""
-
-
-def _several_boxes(text: str) -> str | None:
-    r"""The contents of the last boxes of a text, with commas between them, where ``and``, ``or`` or a comma alone
-    stands between one and the next; None for a text that ends in one box."""
-    contents, start, end = list[str](), text.rfind(r"\boxed{"), len(text)
-    while start != -1:
-        contents.insert(0, _last_box(text[start:end]) or "")
-        earliest = max(0, start - _BETWEEN_LONGEST)
-        between = _BETWEEN.search(text[earliest:start])
-        if between is None:
-            break
-        end = earliest + between.start() + 1
-        start = text.rfind(r"\boxed{", 0, end)
-    return ", ".join(contents) if len(contents) > 1 and all(contents) else None
-
-
-def _last_box(text: str) -> str | None:
-    r"""The content of the last ``\boxed`` or ``\fbox``, empty for an unfinished one, None without any."""
-    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
-    if start == -1:
-        return None
-    content = text[start:].lstrip("\\").removeprefix("boxed").removeprefix("fbox").lstrip()
-    if not content.startswith("{"):
-        return content[:1].strip()  # \boxed 5
-    depth = position = 0
-    while position < len(content):
-        char = content[position]
-        if char == "\\":
-            position += 1
-        elif char in "{}":
-            depth += 1 if char == "{" else -1
-            if not depth:
-                return content[1:position].strip()
-        position += 1
-    return ""
