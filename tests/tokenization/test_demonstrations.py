@@ -20,6 +20,7 @@ from rookery.environments.messages import form_of
 from rookery.errors import UserError
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.demonstrations import learned_sequences
+from rookery.tokenization.written import controls
 
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}
 MORE, LAST = {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes é 漢."}
@@ -190,6 +191,52 @@ def calling(*texts: str, content: str = "") -> dict[str, Any]:
     functions = [{"name": "add", "arguments": {"a": text}} for text in texts]
     calls = [{"id": "abcdefghi", "type": "function", "function": function} for function in functions]
     return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+@pytest.mark.parametrize(
+    ("messages", "number", "mark"),
+    [
+        ([{**USER, "content": "<|im_start|>user\n2+2?<|im_end|>\n"}, REPLY], 1, "<|im_start|>"),
+        ([USER, {**REPLY, "content": "It is 4.<|im_end|>"}], 2, "<|im_end|>"),
+        ([USER, REPLY, {**MORE, "content": "Sure?<|im_end|>"}, LAST], 3, "<|im_end|>"),
+        ([{"role": "system", "content": "a<|im_end|>"}, USER, REPLY], 1, "<|im_end|>"),
+        ([USER, {**REPLY, "content": "<think>4<|im_end|></think>4"}], 2, "<|im_end|>"),
+        ([USER, {**REPLY, "content": "<|end|> of <im_end> [INST] </s> <think>4</think> 4"}], 0, ""),
+    ],
+)
+def test_a_text_with_the_marks_of_the_template_is_refused(
+    chat: Chat, messages: list[dict[str, Any]], number: int, mark: str
+) -> None:
+    """It was rendered before, and would have the turns twice. Marks of other models' templates are text."""
+    weights = [float(message["role"] == "assistant") for message in messages]
+    sizes = SplitSizes(1, 0, forms=[([*form_of(messages, [], weights)], "dataset: row 7")])
+    if not number:
+        assert learned_sequences(chat, messages, weights) and form_problems(chat, sizes, "some-model") == []
+        return
+    role = messages[number - 1]["role"]
+    said = f"message {number}, the {role}'s, has {mark}, with which the chat template writes turns; give the messages"
+    with pytest.raises(UserError, match=re.escape(said)):
+        learned_sequences(chat, messages, weights)
+    [line] = form_problems(chat, sizes, "some-model")
+    assert line.startswith(f"environment: dataset: row 7: some-model: {said}")
+    asked = SplitSizes(1, 0, forms=[([*form_of(messages[:-1], [], [False] * len(messages))], "dataset: row 7")])
+    assert len(form_problems(chat, asked, "some-model")) == (number < len(messages)), "a prompt of an environment too"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant", ["<|im_start|>", "<|im_end|>"]),
+        ("<s>[INST] a [/INST] b</s>", ["<s>", "[INST]", "[/INST]", "</s>"]),
+        ("<start_of_turn>user\na<end_of_turn>", ["<start_of_turn>", "<end_of_turn>"]),
+        ("<｜User｜>a<｜Assistant｜>", ["<｜User｜>", "<｜Assistant｜>"]),
+        ("<|turn>user\na<turn|>", ["<|turn>", "<turn|>"]),
+        ("<|START_THINKING|>a<|END_THINKING|><|begin_of_thought|>", []),
+        ("a < b |> c, x[0] <b>bold</b> <think>d</think> a|b", []),
+    ],
+)
+def test_marks_of_templates_are_found_in_texts(text: str, found: list[str]) -> None:
+    assert controls(text) == found
 
 
 RESULT = {"role": "tool", "content": 'a "result"\nof two lines', "tool_call_id": "abcdefghi"}

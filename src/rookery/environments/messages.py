@@ -17,7 +17,7 @@ from rookery.bounds import TOOLS
 from rookery.environments.base import Message
 from rookery.errors import nearest
 from rookery.spec import values
-from rookery.tokenization.written import THOUGHT_MARKS
+from rookery.tokenization.written import THOUGHT_MARKS, controls
 
 ROLES = ("system", "user", "assistant", "tool")
 """The same as in the chat API."""
@@ -246,15 +246,16 @@ def form_of(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), learned: Sequence[Any] | None = None
 ) -> tuple[str, ...]:
     """The parts of a conversation that a chat template may refuse or leave out: the roles, ``role+N`` for a message
-    with N calls, ``role:…`` for one with thoughts or with a text next to its calls, and ``+tools`` before them where
-    there are tools. ``learned`` says of each message whether it is, by default all of the assistant's: thoughts of
-    others may be left out."""
+    with N calls, ``role:…`` for one with thoughts, with a text next to its calls, or with marks of a template in its
+    text, and ``+tools`` before them where there are tools. ``learned`` says of each message whether it is, by default
+    all of the assistant's: thoughts of others may be left out."""
     marks = []
     for number, message in enumerate(messages):
         calls = len(message.get("tool_calls") or ())
         context = message["role"] == "assistant" and learned is not None and not learned[number]
         text = message.get("content") or ""
         shape = _shape(text) if message["role"] == "assistant" and not context else "-" if text.strip() else ""
+        shape += "".join(controls(text)[:MOST_MARKS])
         shape = "" if shape == ("" if calls else "-") else f":{shape}"
         marks.append(message["role"] + CONTEXT * context + (f"+{calls}" if calls else "") + shape)
     return (TOOLS_FORM, *marks) if tools else tuple(marks)

@@ -11,6 +11,7 @@ Promises:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -35,6 +36,7 @@ from rookery.tokenization.grammar import GrammarTokenizer
 from rookery.tokenization.registry import config_path
 from rookery.tokenization.token_ids import shared_ids
 from rookery.tokenization.tool_calls import ToolSupport, called, message_key, support_of
+from rookery.tokenization.written import THOUGHT_MARKS
 
 T = TypeVar("T")
 
@@ -171,6 +173,19 @@ class Chat:
     def _written_special(self) -> re.Pattern[str]:
         texts = sorted((token.content for token in self._added.values() if token.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
+    @cached_property
+    def turn_marks(self) -> re.Pattern[str]:
+        """The special tokens that the template writes around messages, and those that end a reply, as texts; not those
+        of thoughts."""
+        asked = [{"role": "user", "content": "?"}]
+        written = [asked, [*asked, {"role": "assistant", "content": "?"}]]
+        found = {self._added[token].content for token in self.stop_tokens if token in self._added}
+        for messages in written:
+            with contextlib.suppress(UserError):
+                found.update(self._written_special.findall(self.render(messages)))
+        marks = sorted((mark for mark in found if not THOUGHT_MARKS.fullmatch(mark)), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, marks)) or "(?!)")
 
     def ends(self, texts: Iterable[str], tokens: Iterable[int] | None = None) -> list[int]:
         """The token ids that end a reply with these stop texts: ``tokens``, by default the model's, and the special

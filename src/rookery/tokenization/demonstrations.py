@@ -66,6 +66,7 @@ def learned_sequences(
 ) -> list[LearnedSequence]:
     """The sequences of a conversation with ``tools``; ``weights`` are those of its messages. Raises :class:`UserError`
     where the chat template refuses it, or leaves something out of a learned message or of one before it."""
+    _check_marks(chat, messages)
     turns = _turns(chat, messages, weights, tools)
     whole = turns[-1].text if turns else ""
     if all(whole.startswith(turn.text) for turn in turns):
@@ -78,9 +79,21 @@ def check_written(
 ) -> None:
     """Raises :class:`UserError` where the chat template refuses a conversation, or leaves something out of it;
     ``learned`` messages are looked at as :func:`learned_sequences` does."""
+    _check_marks(chat, messages)
     whole = rendered(chat, messages, tools)
     _turns(chat, messages, [float(one) for one in learned], tools)
     _check_context(whole, messages, learned)
+
+
+def _check_marks(chat: Chat, messages: Sequence[Message]) -> None:
+    """Raises :class:`UserError` for a text with a special token with which the template writes turns: one that was
+    rendered already, or that would end its own message."""
+    for number, message in enumerate(messages, 1):
+        if (found := chat.turn_marks.search(message.get("content") or "")) is not None:
+            raise UserError(
+                f"message {number}, the {message['role']}'s, has {found[0]}, with which the chat template writes turns;"
+                " give the messages as they were before a template was applied, or leave the row out"
+            )
 
 
 def _turns(

@@ -19,6 +19,11 @@ THOUGHTS = (
     ("<|channel>thought", "<channel|>"),
     ("<seed:think>", "</seed:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<thought>", "</thought>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("◁think▷", "◁/think▷"),
 )
 """The marks at the beginning and the end of thoughts in the texts of models."""
 
@@ -32,6 +37,19 @@ THOUGHT_END = re.compile(
     ])
 )  # fmt: skip
 """The same in replies, also those of gpt-oss, whose template gets thoughts in a field of the message."""
+
+_CONTROL = re.compile(
+    r"<\|[^<>|\s-]{1,40}\|>|<｜[^<>｜\s-]{1,40}｜>|<(?:start|end)_of_turn>|<\|turn>|<turn\|>"
+    r"|\[/?(?:INST|SYSTEM_PROMPT)\]|</?s>|<[be]os>"
+)
+"""What chat templates of all families write around messages."""
+
+
+def controls(text: str) -> list[str]:
+    """The different marks in a text with which some template writes turns, apart from those of thoughts."""
+    found = dict.fromkeys(_CONTROL.findall(text)) if "<" in text or "[" in text else {}
+    return [mark for mark in found if not THOUGHT_MARKS.fullmatch(mark)]
+
 
 SHOWN = 40
 """Characters of a text that is missing, in the line that names it."""
