@@ -15,6 +15,7 @@ from rookery.errors import UserError
 
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 OTHER = {"role": "assistant", "content": "5"}
+SYSTEM = {"role": "system", "content": "Be brief."}
 TURNS = [USER, {**REPLY, "weight": 0}, {"role": "user", "content": "3+3?"}, {**OTHER, "content": "6"}]
 
 
@@ -157,6 +158,14 @@ REFUSED = [
     ("preferences", {"prompt": "a", "chosen": [REPLY], "rejected": [{**REPLY, "content": ""}]}, "that is not empty"),
     ("preferences", {"prompt": "a", "chosen": "b", "rejected": "c", "system": "s"}, "of the role system"),
     ("preferences", {"prompt": "a", "chosen": "b", "rejected": "c", "context": "s"}, 'context is "s", but no message'),
+    ("demonstrations", {"messages": [{**USER, "content": ""}, REPLY]}, "messages is [{"),
+    ("demonstrations", {"messages": [SYSTEM, {**USER, "content": " "}, REPLY]}, "messages.1 is {"),
+    ("demonstrations", {"prompt": [{**USER, "content": ""}], "completion": "b"}, "give a text that is not empty"),
+    ("demonstrations", {"prompt": [SYSTEM, {**USER, "content": ""}], "completion": "b"}, "prompt.1 is {"),
+    ("preferences", {"prompt": [{**USER, "content": ""}], "chosen": "b", "rejected": "c"}, "prompt is [{"),
+    ("preferences", {**PAIR, "input": {"messages": [SYSTEM, {**USER, "content": ""}]}}, "input.messages.1 is {"),
+    ("demonstrations", {"prompt": "a", "completion": "b", "question": "c"}, 'question is "c", but no message has it'),
+    ("preferences", {"prompt": "a", "chosen": "b", "rejected": "c", "choices": ["d"]}, 'choices is ["d"], but no mess'),
     ("demonstrations", {"messages": "a"}, "give a list"),
     ("demonstrations", {"messages": [USER]}, "no turn of the assistant"),
     ("demonstrations", {"messages": [REPLY]}, "nothing comes before it"),

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import itertools
 import json
+import re
 import shutil
 import tracemalloc
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,7 @@ from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.calculator import calculate
 from rookery.environments.datasets import PromptDataset, repeated_note
 from rookery.environments.demonstrations import count_rows
-from rookery.environments.jsonl import UNREAD, Jsonl, JsonlOptions, read_jsonl
+from rookery.environments.jsonl import QUESTION_PARTS, UNREAD, Jsonl, JsonlOptions, read_jsonl
 from rookery.environments.messages import MessageRefused, conversation
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE, ReasoningGym, ReasoningGymOptions
 from rookery.environments.verifiers.pool import LITERAL, restored, stored
@@ -114,6 +115,7 @@ def test_jsonl_asks_a_judge_about_the_reply() -> None:
         ("{answer} {b}", [{"answer": 4}, {"a": 1}], "the field b that"),
         ("{answer}", [{"answer": None}, {"answer": None}], "the field answer that"),
         ("{answer}?", [{"a": 1}, {"answer": 4}], ["?", "4?"]),
+        ("{answer}: {note}", [{"answer": True, "note": ["é", 1.5]}], ['true: ["é", 1.5]']),
         ("{answer} {note}", [{"answer": 4}, {"answer": 5, "note": "hard"}, {"note": None}], ["4 ", "5 hard", " "]),
         ("{prompt}: {a b} {}", [{}], ["1+1?: {a b} {}"]),
         ("Good?", [{}], ["Good?"]),
@@ -238,7 +240,7 @@ def test_a_system_text_that_no_model_reads_is_refused(verifier: Any, reads: bool
         find("jsonl").validate_options({"rows": [row], "verifier": verifier})
 
 
-@pytest.mark.parametrize("name", ["instruction", "input", "context", "history"])
+@pytest.mark.parametrize("name", QUESTION_PARTS)
 def test_a_part_of_the_question_that_no_message_has_is_refused(name: str) -> None:
     """It may be there twice, be read by the verifier, or be no text."""
     asks = {"name": "judge", "policy": "critic", "prompt": f"Is it right for {{{name}}}?"}
@@ -247,6 +249,46 @@ def test_a_part_of_the_question_that_no_message_has_is_refused(name: str) -> Non
         find("jsonl").validate_options({"rows": rows, "verifier": verifier})
     with pytest.raises(UserError, match=f'row 1: {name} is "1 2", but no message has it; write it into the prompt'):
         find("jsonl").validate_options({"rows": [{"prompt": "Sum", name: "1 2", "answer": "3"}], "verifier": "exact"})
+
+
+CHOICES = ["Paris", "Rome"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "prompt", "missing"),
+    [
+        ("choices", CHOICES, "Which one?", True),
+        ("choices", CHOICES, "Which one? (A) Paris (B) Rome", False),
+        ("choices", {"text": CHOICES, "label": ["A", "B"]}, "Which one? A: Paris", True),
+        ("choices", {"text": CHOICES, "label": ["A", "B"]}, "Which one? A: Paris\nB: Rome", False),
+        ("options", {"A": "Paris", "B": "Rome"}, "Which one?", True),
+        ("question", [{"role": "user", "content": "Which one?"}], "Which one?", False),
+        ("question", [{"role": "user", "content": "Which other?"}], "Which one?", True),
+        ("history", [{"content": "a"}], "Which one?", True),
+        ("input", {"messages": []}, "Which one?", False),
+        ("problem", "2 + 2", "Answer it.", True),
+        ("problem", None, "Answer it.", False),
+    ],
+)
+def test_choices_and_questions_stand_in_the_prompt(name: str, value: Any, prompt: str, missing: bool) -> None:
+    """As in rows of ARC, MMLU, MedQA and others, whose prompt somebody else writes."""
+    options = {"rows": [{"prompt": prompt, name: value, "answer": "A"}], "verifier": "exact"}
+    if not missing:
+        find("jsonl").validate_options(options)
+        return
+    with pytest.raises(UserError, match=f"row 1: {name} is .*, but no message has it; write it into the prompt"):
+        find("jsonl").validate_options(options)
+
+
+@pytest.mark.parametrize("blank", ["", " \n", "\u200b"])
+def test_a_question_that_is_blank_is_refused(blank: str) -> None:
+    """As a column that is missing leaves one; the message of another role may be blank."""
+    system, asked = {"role": "system", "content": "Be brief."}, user("2+2?")
+    for messages, where in (([system, user(blank)], "messages.1"), ([asked, system, user(blank)], "messages.2")):
+        with pytest.raises(UserError, match=rf"line 1: {where} is .*: it asks nothing; write the question, or leave"):
+            read_jsonl(json.dumps({"messages": messages}).encode())
+    for messages in ([{**system, "content": blank}, asked], [asked, {"role": "tool", "content": blank}]):
+        assert len(read_jsonl(json.dumps({"messages": messages}).encode())) == 1
 
 
 def test_rows_leave_room_for_what_a_judge_reads() -> None:
@@ -832,6 +874,55 @@ def test_prompts_that_are_missing_or_no_json_are_reported() -> None:
         numbers(PromptDataset(Odd(), "train"), 0, 1)
     with pytest.raises(RuntimeError, match="no prompts"):
         numbers(PromptDataset(faulty.RaisesInPrompts(), "train"), 0, 1)
+
+
+class Table:
+    """It has the length of its rows and gives the names of its columns, as a data frame does."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["question", "answer"])
+
+
+class Indexed:
+    """It has neither a length nor an iterator, only items."""
+
+    def __getitem__(self, index: int) -> int:
+        return [7, 8][index]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("abc", "gave str; return a list of prompts, or another iterable with an order"),
+        (b"abc", "gave bytes; return a list"),
+        ({"train": [1], "test": [2]}, "gave dict; return a list"),
+        ({"a", "b"}, "gave set; return a list"),
+        (frozenset({"a"}), "gave frozenset; return a list"),
+        (Table(), "gave Table of the length 3 with 2 entries; return a list of prompts"),
+        ({"a": 1, "b": 2}.keys(), ["a", "b"]),
+        ({"a": 1, "b": 2}.values(), [1, 2]),
+        (Indexed(), [7, 8]),
+        ((7, 8), [7, 8]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_values_whose_entries_are_no_prompts_are_reported(given: Any, says: str | list[Any]) -> None:
+    """The names of splits or columns, and characters, would be trained on as prompts; a set has another order in each
+    process."""
+
+    class Returns(Environment):
+        def prompts(self, split: Split) -> Iterable[Any]:
+            return given  # type: ignore[no-any-return]
+
+    prompts = PromptDataset(Returns(), "train")
+    if isinstance(says, str):
+        with pytest.raises(ValueError, match=re.escape(says)):
+            prompts.take(0, 2, 0, False, wrap=True)
+        return
+    assert [json.loads(one) for one in prompts.take(0, 2, 0, False, wrap=True)[0]] == says
 
 
 def test_episodes_share_nothing_with_the_object_handed_over() -> None:

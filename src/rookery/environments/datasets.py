@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence, Set, Sized
 from functools import lru_cache
 from random import Random
 from typing import Any
@@ -70,8 +70,18 @@ class PromptDataset:
         if isinstance(prompts, MadePrompts) and prompts:
             self._finite = prompts
             return
+        if isinstance(prompts, str | bytes | Mapping | Set) and not isinstance(prompts, KeysView):
+            raise ValueError(
+                f"prompts({self._split!r}) gave {type(prompts).__name__}; return a list of prompts, or another iterable"
+                " with an order"
+            )
         entries = _encoded(prompts)
         head = list(entries) if hasattr(prompts, "__len__") else list(itertools.islice(entries, self._stream_after + 1))
+        if isinstance(prompts, Sized) and len(prompts) != len(head):  # such as a table, which gives its columns
+            raise ValueError(
+                f"prompts({self._split!r}) gave {type(prompts).__name__} of the length {len(prompts)} with"
+                f" {count_of(len(head), 'entry')}; return a list of prompts"
+            )
         if not head:
             remedy = "; give held-out prompts, or leave evaluation out of the job" if self._split == "eval" else ""
             raise ValueError(f"prompts({self._split!r}) gave none{remedy}")

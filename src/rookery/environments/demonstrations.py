@@ -26,6 +26,7 @@ from rookery.environments.jsonl import (
     check_row,
     field_names,
     left_out,
+    refuse_blank,
 )
 from rookery.environments.jsonl_rows import scan
 from rookery.environments.messages import form_of, offered_tools, refuse_as_text, shown, with_calls
@@ -130,6 +131,8 @@ def demonstration(row: Mapping[str, Any]) -> Demonstration:
         raise ValueError(left)
     if not any(weights):
         raise ValueError("no turn of the assistant with a weight above 0; give one, or leave the row out")
+    refuse_blank(messages[: next(number for number, weight in enumerate(weights) if weight)],
+                 "prompt" if learned else "messages")  # fmt: skip
     return Demonstration(messages, weights, offered_tools(row.get("tools")))
 
 
@@ -152,6 +155,7 @@ def preference(row: Mapping[str, Any]) -> Preference:
         asked, tools = _field(row, "prompt", form), offered_tools(row.get("tools"))
     replies = [_field(row, name, form) for name in names[1:]]
     prompt = with_calls(_messages(asked, names[0], "user"), names[0])
+    refuse_blank(prompt, names[0])
     made = sum(len(message.get("tool_calls", ())) for message in prompt)
     chosen, rejected = (_reply(reply, name, made) for reply, name in zip(replies, names[1:], strict=True))
     _refuse_better_rejected(row)

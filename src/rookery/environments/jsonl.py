@@ -50,8 +50,11 @@ NO_MESSAGE = dict.fromkeys(
 )
 """Further such fields; a verifier may read them."""
 
-QUESTION_PARTS = ("instruction", "input", "context", "history")
-"""Fields that hold a part of the question in rows of others, such as Alpaca's; a verifier may read them."""
+QUESTION_PARTS = (
+    "instruction", "input", "context", "history", "question", "problem", "query", "passage", "article", "choices",
+    "options",
+)  # fmt: skip
+"""Fields that hold a part of the question in rows of others, such as Alpaca's or MMLU's; a verifier may read them."""
 
 MOST_TOOLS = 8
 """Most tools of an environment."""
@@ -350,8 +353,10 @@ def check_row(row: Any, where: str) -> None:
         if not (isinstance(asked, str) and name == "prompt") and not (isinstance(asked, list) and asked):
             text = "a text, or " if name == "prompt" else ""
             raise UserError(f'{where}: {name} is {shown(asked)}; give {text}a list of {{"role": …, "content": …}}')
-        if all(is_blank(message["content"]) for message in messages_of(row)):
+        messages = messages_of(row)
+        if isinstance(asked, str) and is_blank(asked):
             raise UserError(f"{where}: {name} is {shown(asked)}; give a text that is not empty")
+        refuse_blank(messages, name)
     except MessageRefused as error:
         raise UserError(f"{where}: {error}") from None
     _refuse_unread(row, where, UNREAD)
@@ -366,7 +371,7 @@ def _refuse_unread(row: Mapping[str, Any], where: str, fields: Mapping[str, str]
 def left_out(row: Mapping[str, Any], messages: Iterable[Mapping[str, Any]], names: Iterable[str]) -> str:
     """The first of the fields ``names`` with a text that no message has, and what to do, in one line; empty without
     one."""
-    given = [(name, row[name]) for name in names if row.get(name) and not isinstance(row[name], Mapping)]
+    given = [(name, row[name]) for name in names if row.get(name) and not _holds_messages(name, row[name])]
     read = " ".join(visible(readable(message)["content"]) for message in messages) if given else ""
     for name, value in given:
         if any(visible(text) not in read for text in _texts(value)):
@@ -374,13 +379,30 @@ def left_out(row: Mapping[str, Any], messages: Iterable[Mapping[str, Any]], name
     return ""
 
 
+def _holds_messages(name: str, value: Any) -> bool:
+    """Whether a field is the ``input`` of OpenAI's preferences, which are read."""
+    return name == "input" and isinstance(value, Mapping)
+
+
 def _texts(value: Any) -> Iterator[str]:
-    """The texts in lists."""
+    """The texts in lists and mappings; of messages those that they say."""
     if isinstance(value, str):
         yield value
+    elif isinstance(value, Mapping):
+        yield from _texts(value["content"] if "content" in value else [*value.values()])
     elif isinstance(value, list):
         for part in value:
             yield from _texts(part)
+
+
+def refuse_blank(messages: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Raises :class:`MessageRefused` where the last of the messages ``name``, which asks, is a user's without a text,
+    and where none has one."""
+    if all(is_blank(message["content"]) and not message.get("tool_calls") for message in messages):
+        raise MessageRefused(f"{name} is {shown([*messages])}; give a text that is not empty")
+    if messages[-1]["role"] == "user" and is_blank(messages[-1]["content"]):
+        last = f"{name}.{len(messages) - 1}"
+        raise MessageRefused(f"{last} is {shown(messages[-1])}: it asks nothing; write the question, or leave it out")
 
 
 def _check_asked(verifier: Verifier, row: Any, where: str) -> None:

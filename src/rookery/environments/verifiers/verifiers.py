@@ -599,7 +599,7 @@ class Judge(AnyVerifier):
 
     def question(self, row: Row) -> str:
         """The question to the judge about a reply to ``row``."""
-        return _FIELD.sub(lambda found: "" if (value := row.get(found[1])) is None else str(value), self.prompt)
+        return _FIELD.sub(lambda found: _as_text(row.get(found[1])), self.prompt)
 
     def check(self, row: Row) -> None:
         pass
@@ -710,6 +710,11 @@ VERIFIERS: dict[str, type[AnyVerifier]] = {
 """Verifiers by name; a job gives a name, or a mapping with ``name`` and options."""
 
 Verifier = Exact | Number | Regex | Json | Math | Code | Judge | Grader
+
+
+def _as_text(value: Any) -> str:
+    """A field of a row in a text, as in the templates of graders."""
+    return "" if value is None else value if isinstance(value, str) else json_module.dumps(value, ensure_ascii=False)
 
 
 def _key(gold: str | Decimal) -> str | Decimal:
