@@ -51,6 +51,9 @@ WRONG: dict[str, dict[str, Any]] = {
         "episodes": [episode(n, failed=n % 5 == 0, reward=None if n % 5 == 0 else 1.0, error="boom") for n in range(40)]
     },
     "log-probability gap": {"rows": [row(step, logp_diff_mean=0.2) for step in STEPS]},
+    "failed evaluation": {
+        "evaluations": [{"version": 9, "mean": None, "constant": {"reward": 0.5, "reply": "4"}}],
+    },
     "a constant answer earns as much": {
         "evaluations": [{"version": 9, "mean": 0.5, "constant": {"reward": 0.5, "reply": "4"}}]
     },

@@ -436,7 +436,7 @@ class _Sending:
         if await store.read(versions.evaluated, tenant, job) <= self._evaluated:
             return
         found = await store.read(versions.evaluations, tenant, job, answers=False)
-        new = [one for one in found if (one.policy, one.version) not in self._evaluated]
+        new = [one for one in found if one.prompts and (one.policy, one.version) not in self._evaluated]
         names = {policy.id: policy.name for policy in await store.read(jobs.policies, tenant, job)}
         steps = dict[tuple[str, int], int]()
         for policy in sorted({one.policy for one in new}):

@@ -520,7 +520,7 @@ def _steps(spec: Mapping[str, Any]) -> int | None:
 def evaluation_view(policies: Mapping[str, str], row: EvaluationRow) -> EvaluationView:
     """``policies``: names by id."""
     return EvaluationView(
-        policy=policies[row.policy], version=row.version, prompts=row.prompts, mean=row.mean, stderr=row.error,
+        policy=policies[row.policy], version=row.version, prompts=row.prompts, mean=row.score, stderr=row.error,
         kept=row.kept, **{"held_out": [], **row.results},
     )  # fmt: skip
 

@@ -186,7 +186,8 @@ class BestConstantView(View):
 
 class EvaluationView(View):
     """The evaluation of a version on held-out prompts. ``kept``: whether the prompts and answers, ``held_out``, still
-    exist; those of old evaluations are deleted. ``prompts`` counts the episodes that completed. A job on rows
+    exist; those of old evaluations are deleted. ``prompts`` counts the episodes that completed; where there is none,
+    ``mean`` is null, and ``held_out`` has the errors of all. A job on rows
     has no rewards: ``prompts`` counts its held-out rows, ``loss`` is theirs, ``accuracy`` the share of pairs in which
     the chosen reply is preferred, and ``mean`` is minus the loss, so that it is higher where a version is better.
     ``stderr`` is the standard error of the mean, null for one prompt and for a job on rows."""
@@ -194,7 +195,7 @@ class EvaluationView(View):
     policy: str
     version: int
     prompts: int
-    mean: float
+    mean: float | None
     stderr: float | None
     split: str
     seed: int

@@ -86,7 +86,8 @@ class JobHealth:
     counters: Mapping[str, int]
     """With several policies each has its own ``groups_dropped_stale/POLICY``."""
     evaluations: Sequence[Row] = ()
-    """``mean``, ``version`` and ``constant`` (the best constant reply's ``reward`` and ``reply``) of each."""
+    """``mean`` (None where every episode failed), ``version`` and ``constant`` (the best constant reply's ``reward``
+    and ``reply``) of each."""
     group_size: int = 1
     waits_for: str = ""
     policies: Sequence[str] = ()
@@ -277,8 +278,18 @@ def logprob_gap(job: JobHealth) -> Iterator[Alarm]:
         )
 
 
-def constant_answer(job: JobHealth) -> Iterator[Alarm]:
+def failed_evaluation(job: JobHealth) -> Iterator[Alarm]:
     later = [row for row in job.evaluations if row["version"] > 0]
+    if later and later[-1]["mean"] is None:
+        yield Alarm(
+            "failed evaluation",
+            f"every held-out episode of version {later[-1]['version']} failed, so it has no held-out reward",
+            "read their errors in the evaluation and repair the environment; a job that is resumed evaluates again",
+        )
+
+
+def constant_answer(job: JobHealth) -> Iterator[Alarm]:
+    later = [row for row in job.evaluations if row["version"] > 0 and row["mean"] is not None]
     constant = later[-1].get("constant") if later else None
     if constant and later[-1]["mean"] <= constant["reward"]:
         yield Alarm(
@@ -293,7 +304,7 @@ JOB_CHECKS: tuple[Callable[[JobHealth], Iterator[Alarm]], ...] = (stalled, faili
 """Checks of the job as a whole."""
 
 POLICY_CHECKS: tuple[Callable[[JobHealth], Iterator[Alarm]], ...] = (
-    dead_reward, truncated, stale_groups, empty_successes, logprob_gap, constant_answer,
+    dead_reward, truncated, stale_groups, empty_successes, logprob_gap, failed_evaluation, constant_answer,
 )  # fmt: skip
 """Checks of each policy."""
 

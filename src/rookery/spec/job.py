@@ -158,8 +158,8 @@ class CheckpointSpec(StrictModel):
     keep_last: int = Field(3, ge=1, le=INTEGER)
     """Versions whose adapter is kept. Older ones stay in the history without their bytes."""
     keep_best: bool = True
-    """Also keep the version with the best evaluation or, without evaluations, the one from which the training step with
-    the best mean reward was taken."""
+    """Also keep the version with the best evaluation, of those of which half of the episodes completed, or, without
+    evaluations, the one from which the training step with the best mean reward was taken."""
     commit_every: int = Field(1, ge=1, le=INTEGER)
     """Optimizer steps per durable version, at most `max_staleness` + 1 where replies are sampled. A crash loses at
     most this many steps less one; rollouts see a version only when it is durable."""

@@ -284,6 +284,17 @@ class EvaluationRow(OwnedRow):
     """False: its prompts and answers are deleted, its figures are there."""
 
     @property
+    def score(self) -> float | None:
+        """``mean``, which an evaluation without a completed episode does not have."""
+        return self.mean if self.prompts else None
+
+    @property
+    def rank(self) -> float | None:
+        """The score by which versions are compared, known while the answers are: the mean of a few episodes that
+        completed, where most failed, is none."""
+        return self.score if 2 * self.prompts >= len(self.results.get("held_out", ())) else None
+
+    @property
     def error(self) -> float | None:
         """``stderr``, of which one prompt, and the loss of rows, have none."""
         return self.stderr if self.prompts > 1 and self.results.get("loss") is None else None

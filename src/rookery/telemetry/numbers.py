@@ -29,9 +29,9 @@ def evaluation_cells(evaluation: Mapping[str, Any]) -> dict[str, str]:
     if (loss := evaluation.get("loss")) is not None:
         return {"loss": f"{loss:.4f}", "accuracy": _figure(evaluation.get("accuracy")), "held-out rows": count}
     spread = "" if evaluation.get("stderr") is None else f" ± {evaluation['stderr']:.3f}"
-    constant = (evaluation.get("constant") or {}).get("reward")
+    constant, mean = (evaluation.get("constant") or {}).get("reward"), evaluation["mean"]
     return {
-        "mean reward": f"{evaluation['mean']:.3f}{spread}",
+        "mean reward": "all failed" if mean is None else f"{mean:.3f}{spread}",
         "held-out prompts": count,
         "best constant reply": _figure(constant),
     }
@@ -40,6 +40,8 @@ def evaluation_cells(evaluation: Mapping[str, Any]) -> dict[str, str]:
 def evaluation_text(evaluation: Mapping[str, Any]) -> str:
     """The same as a sentence."""
     cells = evaluation_cells(evaluation)
+    if evaluation["mean"] is None:
+        return "every held-out episode failed"
     if "loss" not in cells:
         return f"{cells['mean reward']} on {count_of(evaluation['prompts'], 'held-out prompt')}"
     accuracy = evaluation.get("accuracy")

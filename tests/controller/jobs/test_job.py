@@ -50,6 +50,7 @@ from rookery.storage.repositories.jobs import (
     ready_groups,
     recent_episodes,
 )
+from rookery.telemetry.numbers import evaluation_text
 from rookery.turns import work_of
 
 
@@ -772,6 +773,51 @@ async def test_failed_held_out_episodes_are_reported_separately(service: Service
     assert len(lines) == 2
     assert all(line.endswith(" on 1 prompt; 2 of 3 episodes failed and do not count: boom") for line in lines)
     assert view.counters["evaluation_failures"] == 4
+
+
+async def test_an_evaluation_in_which_every_episode_failed_is_stored(service: Service) -> None:
+    """With its errors and without a figure. It counts as not evaluated: a resumed job evaluates the version again."""
+    await service.worker().join()
+
+    def script(message: Any) -> Any:
+        failing = "-e0-" in message.episode or "-e2-" in message.episode
+        return {"error": "boom"} if failing and isinstance(message, protocol.StepEpisode) else None
+
+    await service.host(script=script).join()
+    job = await run(service, evaluation={"prompts": 3, "every": 1}, stop__steps=2)
+    view = await service.ends(job)
+    found = await service.controller.queries.evaluations("alice", job)
+    assert [(one.version, one.prompts, one.mean is None, one.stderr) for one in found] == [
+        (0, 0, True, None), (1, 3, False, found[1].stderr), (2, 0, True, None),
+    ]  # fmt: skip
+    assert [[result.error for result in one.held_out] for one in found] == [["boom"] * 3, [""] * 3, ["boom"] * 3]
+    assert len({tuple(str(result.prompt) for result in one.held_out) for one in found}) == 1
+    assert [evaluation_text(one.model_dump()) for one in found[::2]] == ["every held-out episode failed"] * 2
+    assert view.counters["evaluation_failures"] == 6
+    versions = {version.version: version.evaluation for version in service.check_history(job)}
+    assert versions[0] is None and versions[1] == found[1].mean and versions[2] is None
+    assert {version for _, version in service.database.read(version_rows.evaluated, "alice", job)} == {1}
+
+
+async def test_an_evaluation_of_which_most_episodes_failed_is_not_the_best(service: Service) -> None:
+    await service.worker().join()
+
+    def script(message: Any) -> Any:
+        if isinstance(message, protocol.StepEpisode) and "-e" in message.episode:
+            if "-e1-" in message.episode and message.episode[-1] != "0":
+                return {"error": "boom"}
+            return {"reward": 9.0 if "-e1-" in message.episode else 0.5, "done": True}
+        return None
+
+    await service.host(script=script).join()
+    job = await run(service, stop__steps=3, evaluation={"every": 1, "prompts": 3}, checkpoints={"keep_last": 1})
+    await service.ends(job)
+    found = await service.controller.queries.evaluations("alice", job)
+    figures = [(one.version, one.prompts, one.mean) for one in found]
+    assert figures == [(0, 3, 0.5), (1, 1, 9.0), (2, 3, 0.5), (3, 3, 0.5)]
+    versions = service.check_history(job)
+    assert [version.evaluation for version in versions] == [0.5, None, 0.5, 0.5]
+    assert 1 not in [version.version for version in versions if version.kept]
 
 
 async def test_retention_keeps_the_last_and_the_best(service: Service) -> None:

@@ -73,18 +73,13 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
         failed = [result.error for result in results if result.error]
         counted = progress.of_policy(policy.name, {"evaluation_failures": len(failed)})
         whose = job.whose(policy)
-        if math.isnan(mean):
-            text = f"{whose}version {version}: all {count_of(len(results), 'held-out episode')} failed: {failed[0]}"
-            progress.counters.update(counted)
-            await progress.add_event("evaluation", text)
-            return
         answered = len(results) - len(failed)
         figures: dict[str, Any] = {
             "policy": policy.versions.row.id,
             "version": version,
             "prompts": answered,
-            "mean": mean,
-            "stderr": 0.0 if math.isnan(stderr) else stderr,  # the table holds no NaN
+            "mean": mean if answered else 0.0,  # the table holds no NaN
+            "stderr": 0.0 if math.isnan(stderr) else stderr,
             "results": {
                 "split": "eval",
                 "seed": evaluation.seed,
@@ -93,11 +88,15 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
             },
             "created": job.controller.clock.time(),
         }
-        await progress.count(counted, lambda counters: store.write(add_counted_evaluation, counters, **figures))
+        row = await progress.count(counted, lambda counters: store.write(add_counted_evaluation, counters, **figures))
         keep = job.controller.settings.server.trajectory_keep
         while await store.write(trim_evaluations, job.row.id, keep) == EVALUATIONS_AT_ONCE:
             pass  # writes of others come between
-        policy.versions.evaluated(version, mean)
+        policy.versions.evaluated(version, row.rank)
+        if not answered:
+            text = f"{whose}version {version}: all {count_of(len(results), 'held-out episode')} failed: {failed[0]}"
+            await progress.add_event("evaluation", text)
+            return
         spread = "" if math.isnan(stderr) else f" ± {stderr:.3f}"
         text = f"{whose}version {version}: mean reward {mean:.3f}{spread} on {count_of(answered, 'prompt')}"
         if constant is not None:

@@ -271,9 +271,10 @@ class PolicyVersions:
         self._retention = replace(self._retention, inflight=self.head.version)
         await self.retire()
 
-    def evaluated(self, version: int, mean: float) -> None:
+    def evaluated(self, version: int, rank: float | None) -> None:
+        """``rank``: the score by which the version is compared with others; None for an evaluation without one."""
         row = self._versions[version]
-        self._versions[version] = replace(row, evaluation=mean)
+        self._versions[version] = replace(row, evaluation=rank)
 
     async def retire(self) -> None:
         """Delete the versions that retention does not keep."""

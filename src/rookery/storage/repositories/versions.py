@@ -306,8 +306,8 @@ def add_evaluation(
     results: Mapping[str, Any],
     created: float,
 ) -> EvaluationRow:
-    """Store a version's held-out figures (those of a repeated evaluation replace them), also as the version's
-    ``evaluation``. Raises :class:`NotFound`."""
+    """Store a version's held-out figures (those of a repeated evaluation replace them), their rank also as the
+    version's ``evaluation``. Raises :class:`NotFound`."""
     _version(connection, policy, version)
     owner = connection.execute(select(PolicyRow).where(PolicyRow.id == policy)).one()
     row = EvaluationRow(
@@ -316,7 +316,7 @@ def add_evaluation(
     )  # fmt: skip
     connection.execute(delete(EvaluationRow).filter_by(policy=policy, version=version))
     add(connection, row)
-    connection.execute(update(VersionRow).filter_by(policy=policy, version=version).values(evaluation=mean))
+    connection.execute(update(VersionRow).filter_by(policy=policy, version=version).values(evaluation=row.rank))
     return row
 
 
@@ -354,9 +354,9 @@ def held_out_losses(
 
 
 def evaluated(connection: Connection, tenant: str, job: str) -> set[tuple[str, int]]:
-    """The policy and the version of each of :func:`evaluations`."""
+    """The policy and the version of each of :func:`evaluations` with a completed episode."""
     query = select(EvaluationRow.policy, EvaluationRow.version).filter_by(tenant=tenant, job=job)
-    return {(policy, version) for policy, version in connection.execute(query)}
+    return {(policy, version) for policy, version in connection.execute(query.where(EvaluationRow.prompts > 0))}
 
 
 def first_evaluation(connection: Connection, tenant: str, job: str) -> EvaluationRow | None:
@@ -373,18 +373,22 @@ holds up nobody."""
 
 def trim_evaluations(connection: Connection, job: str, keep: int) -> int:
     """Delete the prompts and answers of all but the evaluations of the job's newest versions, of ``keep`` prompts
-    together, and the first, the newest and the best one of each policy. Returns the number of those that were emptied:
-    there may be more of them after :data:`EVALUATIONS_AT_ONCE`."""
+    together, and the first, the newest and the best one of each policy. One without a completed episode is kept only as
+    the first or the newest. Returns the number of those that were emptied: there may be more of them after
+    :data:`EVALUATIONS_AT_ONCE`."""
     key = (EvaluationRow.policy, EvaluationRow.version)
     query = select(*key, EvaluationRow.prompts, EvaluationRow.mean).filter_by(job=job, kept=True)
     found = connection.execute(query.order_by(EvaluationRow.version.desc(), EvaluationRow.policy)).all()
     newest = {row.policy: row for row in reversed(found)}
     first = {row.policy: row for row in found}
-    best = {policy: max((row for row in found if row.policy == policy), key=lambda row: row.mean) for policy in first}
+    best: dict[str, Any] = {}
+    for row in found:
+        if row.prompts and (row.policy not in best or row.mean > best[row.policy].mean):
+            best[row.policy] = row
     needed, old = [*newest.values(), *first.values(), *best.values()], []
     for row in found:
         keep -= row.prompts
-        if keep < 0 and row not in needed:
+        if (keep < 0 or not row.prompts) and row not in needed:
             old.append((row.policy, row.version))
     return empty_evaluations(connection, tuple_(*key).in_(old)) if old else 0
 
