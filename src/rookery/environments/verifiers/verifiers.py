@@ -31,6 +31,7 @@ from rookery.environments.sandbox.rows import code_of, task_of
 from rookery.environments.sandbox.rows import score as code_score
 from rookery.environments.sandbox.sandbox import ProgramLimits, Sandbox
 from rookery.environments.verifiers.constants import LISTED, best_of, densest, example, most_common, shortened, spread
+from rookery.environments.verifiers.echoes import repeats_question
 from rookery.environments.verifiers.expressions import gold_latex
 from rookery.environments.verifiers.grader_templates import item_of, paths
 from rookery.environments.verifiers.graders import AnyGrader, check_item, check_templates, grade, single
@@ -434,8 +435,10 @@ class Math(VerifierOptions):
     answer below 1 to six significant digits. `5!` is a factorial, except at the end of a sentence. A per cent sign may
     be missing: `12.5\%` equals 12.5 and 0.125. A unit or a currency may be missing; lengths, areas, volumes, times,
     masses, speeds, temperatures, money in dollars and cents and the usual units of physics are compared with their
-    units, others without; `5 up` is not `5 down`. Needs the `math` extra. A comparison that takes more than 5 seconds
-    of processor time, or fails, is wrong and counted as `unjudged`. It has the common options only."""
+    units, others without; `5 up` is not `5 down`. A reply that repeats an expression of the prompt, such as `17*23` or
+    `x+2=5`, is wrong, unless the answer is written so or stands in the prompt too. Needs the `math` extra. A comparison
+    that takes more than 5 seconds of processor time, or fails, is wrong and counted as `unjudged`. It has the common
+    options only."""
 
     name: Literal["math"] = "math"
     _pool: VerifierPool = PrivateAttr(default_factory=lambda: VerifierPool("math"))
@@ -493,7 +496,7 @@ class Math(VerifierOptions):
             unjudged = True
         if same is None:
             raise ValueError(_no_expression(self.answer, described(row[self.answer])))
-        reward, metrics = self.score_of(same)
+        reward, metrics = self.score_of(same and not repeats_question(text or "", expected, row))
         return reward, {**metrics, "unjudged": float(unjudged)}
 
 
