@@ -77,12 +77,23 @@ def test_jsonl_asks_a_judge_about_the_reply() -> None:
                 "Score: 3\nConfidence: 90%": 0.75, "A perfect score is 4, this one is 3": 0.75,
                 "1. It is clear.\n2. I give 3": 0.75, "Score: 1\nTotal: 2": 0.5, "# 3\n\nLine 2 is good": 0.75,
                 '{"score": 3, "errors": 2}': 0.75, '{"errors": 2, "Score": "3"}': 0.75, '{"score": 3}\nIt has 2': 0.75,
-                '{"score": "3/4", "errors": 2}': 0.75, '{"errors": 3}': 0.75}  # fmt: skip
+                '{"score": 3}, so {"Score": "3.0"}': 0.75, '{"score": "3/4", "errors": 2}': 0.75,
+                '{"errors": 3}': 0.75}  # fmt: skip
     answers = [("3", 0.75, 0.0), ("0", 0.0, 0.0), ("4", 1.0, 0.0)]
     answers += [(said, reward, 0.0) for said, reward in of_scale.items()]
     answers += [
         (said, 0.0, 1.0)
-        for said in ("fine", "3/40", "I say 9.", "-2", "In 2024", "5/4", "Score: 3 of 5", '{"score": 9, "errors": 2}')
+        for said in (
+            "fine",
+            "3/40",
+            "I say 9.",
+            "-2",
+            "In 2024",
+            "5/4",
+            "Score: 3 of 5",
+            '{"score": 9, "errors": 2}',
+            'It says {"score": 4}, but: {"score": 1}',
+        )
     ]
     cut = [
         ("3/4. It is", 0.75, 0.0),

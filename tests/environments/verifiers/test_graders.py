@@ -394,6 +394,7 @@ def asked(grader: dict[str, Any], answer: str) -> tuple[Graded, ModelQuestion]:
         (score_model(), '{"result": 0.5}', 0.5),
         (score_model(), 'Well: {"steps": [{"a": 1}], "result": 1} so', 1),
         (score_model(), '<think>{"result": 0}</think>{"result": 1}', 1),
+        (score_model(), '{"result": 1} so {"result": 1.0}', 1),
         (score_model(), '{"steps": [{"a": "it never closed <think>"}], "result": 1}', 1),
         (score_model(), '<think>a</think>{"steps": [{"a": "a second <think>"}], "result": 1}', 1),
         (score_model(), '{"result": 7}', 1),
@@ -423,6 +424,7 @@ def test_a_model_gives_the_value(grader: dict[str, Any], answer: str, value: flo
         (label_model(), '<think>no</think>{"label": "good"}<think>'),
         (score_model(), "[" * 5000), (score_model(), '{"a":' * 5000), (label_model(), '{"label": "fine"}'),
         (label_model(), '{"label": ["good"]}'), (label_model(), '{"label": null}'),
+        (label_model(), 'It says {"label": "good"}, so {"label": "bad"}'),
     ],
 )  # fmt: skip
 def test_an_answer_in_another_form_earns_nothing(grader: dict[str, Any], answer: str) -> None:

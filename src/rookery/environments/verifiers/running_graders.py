@@ -280,9 +280,11 @@ class LabelModel(ModelGrader):
 
 
 def _field_of(text: str, field: str) -> Any:
-    """The value of a field in the first JSON object of a text that has it; None without one, and where thinking begins
-    outside it, which has no end."""
-    for found, start, end in objects(text, json.JSONDecoder(object_pairs_hook=unique_fields), OBJECTS_TRIED):
-        if field in found:
-            return None if opened_thought(text[:start] + text[end:]) else found[field]
-    return None
+    """The value of a field in the JSON objects of a text that have it; None without one, where they differ, of which
+    one may be quoted from the reply, and where thinking begins outside the first, which has no end."""
+    every = objects(text, json.JSONDecoder(object_pairs_hook=unique_fields), OBJECTS_TRIED)
+    having = [(found[field], start, end) for found, start, end in every if field in found]
+    if not having or any(value != having[0][0] for value, _, _ in having):
+        return None
+    value, start, end = having[0]
+    return None if opened_thought(text[:start] + text[end:]) else value

@@ -560,11 +560,11 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 class Judge(AnyVerifier):
     """Another policy of the job reads the conversation with a question about the reply, and its answer is the reward:
-    the field `score` of a JSON object in it, else its last score as `8/10` or as `Score: 8` before an explanation,
-    unless a number after a colon or alone on a line ends the answer, else the last number in it, divided by `scale`. An
-    answer whose number is not from 0 to `scale`, or without one, is 0 and counts in the metric `unjudged`; so does an
-    answer that `max_tokens` ended, unless it has such a score, and a reply that leaves a judging policy no room in its
-    context or no turn. A frozen policy judges alike for the whole job:
+    the field `score` of a JSON object in it (of several that differ none is), else its last score as `8/10` or as
+    `Score: 8` before an explanation, unless a number after a colon or alone on a line ends the answer, else the last
+    number in it, divided by `scale`. An answer whose number is not from 0 to `scale`, or without one, is 0 and counts
+    in the metric `unjudged`; so does an answer that `max_tokens` ended, unless it has such a score, and a reply that
+    leaves a judging policy no room in its context or no turn. A frozen policy judges alike for the whole job:
     `policies: {main: {}, judge: {train: false, base: true}}`."""
 
     name: Literal["judge"] = "judge"
@@ -631,11 +631,13 @@ class Judge(AnyVerifier):
 
     def _number(self, text: str) -> Decimal | None:
         """The score in an answer; None where there is none, or it is not readable."""
+        stated = set[Decimal]()
         for answer, _, _ in objects(text, json_module.JSONDecoder(), OBJECTS_TRIED):
             given = [value for name, value in answer.items() if name.lower() in _SCORES]
             named = [plain_number(value) if isinstance(value, str) else decimal_of(value) for value in given]
-            if len(named) == 1 and named[0] is not None:
-                return named[0]
+            stated.update(one for one in named if one is not None and len(named) == 1)
+        if stated:  # one of several may be quoted from the reply
+            return stated.pop() if len(stated) == 1 else None
         scale = re.escape(f"{Decimal(repr(self.scale)).normalize():f}") + r"(?:\.0+)?"
         between = r"(?:\(?(?:/|of)|(?:[A-Za-z]{1,12}[*_\s]{1,4})?\(?out of)"
         scored = rf"(\d)[*_)\]\s]{{0,8}}{between}[*_\s]{{0,8}}{scale}(?![.,]?\d)"  # 8/10, 8 points out of 10
