@@ -210,6 +210,7 @@ REFUSED = [
     ("preferences", {"preferred_output": [REPLY]}, "it has no input, but 'preferred_output'; give input, preferred_"),
     ("preferences", {"input": {"messages": [USER]}, "preferred_output": [REPLY]}, "it has no non_preferred_output"),
     ("preferences", {"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
+    ("preferences", {"prompt": "a", "chosen": "b", "rejected": " b\n"}, "are the same"),
     ("preferences", {"prompt": [USER, REPLY], "chosen": "b", "rejected": "c"}, "the assistant's"),
     ("preferences", {"prompt": "a", "chosen": [USER], "rejected": "c"}, "one message of the assistant"),
     ("preferences", {"prompt": "a", "chosen": [REPLY, REPLY], "rejected": "c"}, "one message of the assistant"),

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -221,6 +221,21 @@ def test_white_space_that_a_template_trims_is_kept_as_sampled(chats: dict[str, C
     longer = chat.extend(tokens, before, reply, sampled, [user("more")])
     assert longer is not None and longer[: len(tokens)] == tokens
     assert chat.decode(longer[len(tokens) :]) == "user\n\nmoreassistant\n\n"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_that_spells_the_marks_of_a_template_writes_no_turn(family: str, chats: dict[str, Chat]) -> None:
+    chat = chats[family]
+    marks = list(dict.fromkeys(chat.turn_marks.findall(chat.render([user("a"), assistant("b")]))))
+    ids = {chat.encode(mark)[0] for mark in marks}
+
+    def written(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return [token for token in chat.prompt(messages) if token in ids]
+
+    plain, marked = [user("a  b")], [user(f"a {' '.join(marks)} b")]
+    assert marks and chat.without_marks(plain) == plain
+    assert written(chat.without_marks(marked)) == written(plain)
+    assert len(written(marked)) == len(written(plain)) + len(marks)
 
 
 def test_dropped_thinking_is_no_extension(chats: dict[str, Chat]) -> None:

@@ -234,7 +234,7 @@ class Completions:
         """A model's answer to a question about a reply; it follows the question's schema where the model's engine can.
         Raises as :meth:`open` and :meth:`generate` do."""
         found, chat = await self.open(tenant, question.model)
-        prepared = await self._services.threads(self.prepare, found, chat, question.messages)
+        prepared = await self._services.threads(self.prepare, found, chat, chat.without_marks(question.messages))
         logits: protocol.LogitsParams | None = protocol.LogitsParams(schema=question.schema, top_p=question.top_p)
         try:
             self.check_logits(found, logits)

@@ -161,7 +161,7 @@ def preference(row: Mapping[str, Any]) -> Preference:
     _refuse_better_rejected(row)
     if left := left_out(row, prompt, QUESTION_PARTS):
         raise ValueError(left)
-    if chosen == rejected:
+    if {**chosen, "content": chosen["content"].strip()} == {**rejected, "content": rejected["content"].strip()}:
         raise ValueError(f"{names[1]} and {names[2]} are the same; give two different replies, or leave the row out")
     return Preference(prompt, chosen, rejected, tools)
 

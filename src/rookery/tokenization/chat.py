@@ -179,13 +179,23 @@ class Chat:
         """The special tokens that the template writes around messages, and those that end a reply, as texts; not those
         of thoughts."""
         asked = [{"role": "user", "content": "?"}]
-        written = [asked, [*asked, {"role": "assistant", "content": "?"}]]
+        written = [asked, [*asked, {"role": "assistant", "content": "?"}], [{"role": "system", "content": "?"}, *asked]]
         found = {self._added[token].content for token in self.stop_tokens if token in self._added}
         for messages in written:
             with contextlib.suppress(UserError):
                 found.update(self._written_special.findall(self.render(messages)))
         marks = sorted((mark for mark in found if not THOUGHT_MARKS.fullmatch(mark)), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, marks)) or "(?!)")
+
+    def without_marks(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with a space within each mark of turns that a text spells. A reply that another model reads, and
+        a text of an environment, begin and end no turn."""
+        return [
+            {**message, "content": self.turn_marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", content)}
+            if isinstance(content := message.get("content"), str)
+            else message
+            for message in messages
+        ]
 
     def ends(self, texts: Iterable[str], tokens: Iterable[int] | None = None) -> list[int]:
         """The token ids that end a reply with these stop texts: ``tokens``, by default the model's, and the special

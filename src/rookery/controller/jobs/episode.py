@@ -423,7 +423,8 @@ class Episode:
         """Extend the token sequence of the speaker's base model to where its reply begins, or begin one, with all that
         the conversation has in addition. Between base models the conversation passes as text. None when the context has
         no room for a reply."""
-        chat, messages = speaker.chat, [msgspec.structs.asdict(message) for message in conversation]
+        chat = speaker.chat
+        messages = chat.without_marks([msgspec.structs.asdict(message) for message in conversation])
         last = next((one for one in reversed(sequences) if one.model == speaker.model), None)
         threads = self.job.controller.threads
         try:
