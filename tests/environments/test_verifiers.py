@@ -121,6 +121,26 @@ PARTS: list[tuple[dict[str, Any], str, str | None]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("after", "reply", "part"),
+    [
+        ("Answer:", "<think>Answer: 4</think>Answer:5", "5"),
+        ("Answer:", "Answer: 4 Answer:5", "5"),
+        ("Answer:", "<think>Answer:5", None),
+        ("Answer:", "<think>Answer:5</think>I do not know", None),
+        ("Answer:", "Answer:5 <think>or", None),
+        ("</think>", "<think>4</think>5", "5"),
+        ("</think>", "<think>4</think>5<think>6", None),
+        ("<|message|>", "<|channel|>analysis<|message|>4<|end|><|channel|>final<|message|>5", "5"),
+        ("<|message|>", "<|channel|>analysis<|message|>5", None),
+    ],
+)
+def test_a_marker_within_a_thought_does_not_count(after: str, reply: str, part: str | None) -> None:
+    """Unless it ends the thought. A pattern sees the whole reply."""
+    assert Exact.model_validate({"after": after}).part(reply) == part
+    assert Regex.model_validate({"after": after, "pattern": "(.)"}).part(reply) == reply.rpartition(after)[2]
+
+
 @pytest.mark.parametrize(("options", "reply", "part"), PARTS)
 @pytest.mark.parametrize(
     ("verifier", "frame"),

@@ -21,11 +21,11 @@ class ReplyPart(GivenModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     skips_thinking: ClassVar[bool] = True
-    """Whether thinking that a reply marks is left out without ``after``."""
+    """Whether thinking that a reply marks is left out."""
 
     after: Name | None = Field(None, min_length=1)
     """Only the text after the last place of this marker is judged, such as `</think>`; a reply without it is wrong.
-    When absent, thinking inside `<think>…</think>`, or between the marks of other models, is not judged either, and a
+    With or without it, thinking inside `<think>…</think>`, or between the marks of other models, is not judged, and a
     reply that does not end its `<think>` is wrong; only `regex` sees the whole reply."""
     tag: Name | None = Field(None, pattern=TAG)
     """Only the text inside the last `<tag>…</tag>` is judged; a reply without it is wrong. With `after`, the tag counts
@@ -40,12 +40,10 @@ class ReplyPart(GivenModel):
         """The part of a reply that is judged, None where the reply lacks it. A reply with special tokens has them in
         ``raw`` and ``special``, as :class:`~rookery.environments.base.Reply` does; they are left out of the part."""
         whole = raw if special else text
-        part: str | None = whole
-        if self.after is not None:
-            _, found, rest = whole.rpartition(self.after)
-            part = rest if found else None
-        elif self.skips_thinking:
-            part = _after_thinking(whole)
+        part = _after_thinking(whole) if self.skips_thinking else whole
+        if self.after is not None and part is not None:
+            end = whole.rfind(self.after) + len(self.after)
+            part = whole[end:] if self.after in whole and end >= len(whole) - len(part) else None
         if self.tag is not None and part is not None:
             part = last_tagged(part, self.tag)
         return text if part == whole else _without(special, part)
