@@ -257,16 +257,25 @@ def test_a_wrong_setting_is_refused_with_what_is_allowed(text: str) -> None:
     ("name", "sent"),
     [
         ("reward/exact", "reward/exact"),
-        ("reward/größe%", "reward/gr__e_"),
-        ("/a//b/", "a/b"),
-        ("../..", "_/_"),
-        ("", "_"),
-        ("x" * 300, "x" * 250),
+        ("reward/größe%", "reward/gr__e_-HASH"),
+        ("/a//b/", "a/b-HASH"),
+        ("../..", "_/_-HASH"),
+        ("", "-HASH"),
+        ("x" * 300, "x" * 241 + "-HASH"),
+        ("x" * 250, "x" * 250),
         ("solver/loss", "solver/loss"),
     ],
 )
 def test_metric_names_are_ones_that_mlflow_takes(name: str, sent: str) -> None:
-    assert metric_name(name) == sent
+    found = metric_name(name)
+    assert re.sub("-[0-9a-f]{8}$", "-HASH", found) == sent and len(found) <= 250 and found == metric_name(name)
+
+
+def test_no_two_metrics_have_one_series() -> None:
+    names = ["reward/正确率", "reward/准确率", "reward/a%", "reward/a$", "reward/a_", "/a/b", "a/b", "a//b", "a/./b",
+             "a/_/b", "x" * 250, "x" * 251, "x" * 252]  # fmt: skip
+    [(sent, _)] = batches([{"step": 1, "time": 0.0, **dict.fromkeys(names, 0.5)}])
+    assert len({one.key for one in sent}) == len(names)
 
 
 def test_batches_hold_whole_steps_of_every_policy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -78,9 +79,14 @@ class Figure:
 
 
 def metric_name(name: str) -> str:
-    """The name as MLflow takes it: other characters than its own become ``_``, and each part of the path is named."""
+    """The name as MLflow takes it: other characters than its own become ``_``, and each part of the path is named. One
+    that is changed ends with a hash of the given one, so that no two names have one series."""
     parts = [part for part in re.sub(r"[^A-Za-z0-9_.:/ -]", "_", name).split("/") if part]
-    return "/".join("_" if part in (".", "..") else part for part in parts)[:NAME_LENGTH].rstrip("/") or "_"
+    sent = "/".join("_" if part in (".", "..") else part for part in parts)
+    if sent and sent == name and len(sent) <= NAME_LENGTH:
+        return sent
+    mark = f"-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
+    return sent[: NAME_LENGTH - len(mark)].rstrip("/") + mark
 
 
 def figures(row: Mapping[str, Any]) -> list[Figure]:
