@@ -105,6 +105,28 @@ def test_other_braces_are_text(template: str) -> None:
     check_templates(GRADERS.validate_python(string_check(input=template)))
 
 
+@pytest.mark.parametrize(
+    ("grader", "reads"),
+    [
+        ({"type": "string_check", "input": "{{ item.answer }}", "reference": "x", "operation": "eq"}, False),
+        ({"type": "string_check", "input": "x", "reference": "{{ sample.output_json.a }}", "operation": "eq"}, True),
+        ({"type": "text_similarity", "input": "a", "reference": "{{item.answer}}", "evaluation_metric": "bleu"}, False),
+        ({"type": "score_model", "model": "m", "input": [{"role": "user", "content": "Is {{ item.a }} so?"}]}, False),
+        ({"type": "score_model", "model": "m", "input": [{"role": "user", "content": "{{sample.output_text}}"}]}, True),
+        ({"type": "multi", "calculate_output": "a + b", "graders": {
+            name: {"type": "string_check", "input": text, "reference": "x", "operation": "eq"}
+            for name, text in (("a", "{{ item.answer }}"), ("b", "{{ sample.output_text }}"))}}, True),
+    ],
+)  # fmt: skip
+def test_a_grader_that_reads_nothing_of_the_reply_is_refused(grader: dict[str, Any], reads: bool) -> None:
+    """Every reply would earn the same."""
+    if reads:
+        VERIFIERS["grader"].model_validate({"grader": grader})
+        return
+    with pytest.raises(ValidationError, match="reads nothing of the reply, so every reply would earn the same; name"):
+        VERIFIERS["grader"].model_validate({"grader": grader})
+
+
 def test_a_template_has_few_places() -> None:
     """Each may become as long as a reply."""
     check_templates(GRADERS.validate_python(string_check(input="{{ item.answer }}" * PLACEHOLDERS)))

@@ -212,6 +212,15 @@ def check_templates(grader: OneGrader) -> None:
         paths(template)
 
 
+def reads_reply(grader: OneGrader) -> bool:
+    """Whether a part of a grader reads the reply: without one, every reply to a row earns the same."""
+    return any(
+        isinstance(one, PythonGrader)
+        or any(root == "sample" for template in one.templates() for root, *_ in paths(template))
+        for one in single(grader)
+    )
+
+
 # --- formulas ---------------------------------------------------------------------------------------------------------
 
 FUNCTIONS: dict[str, Callable[..., float]] = {

@@ -34,7 +34,14 @@ from rookery.environments.verifiers.constants import LISTED, best_of, densest, e
 from rookery.environments.verifiers.echoes import repeats_question
 from rookery.environments.verifiers.expressions import gold_latex
 from rookery.environments.verifiers.grader_templates import item_of, paths
-from rookery.environments.verifiers.graders import AnyGrader, check_item, check_templates, grade, single
+from rookery.environments.verifiers.graders import (
+    AnyGrader,
+    check_item,
+    check_templates,
+    grade,
+    reads_reply,
+    single,
+)
 from rookery.environments.verifiers.json_objects import objects
 from rookery.environments.verifiers.numbers import numbers, plain_number
 from rookery.environments.verifiers.parts import ReplyPart
@@ -665,6 +672,11 @@ class Grader(AnyVerifier):
     @model_validator(mode="after")
     def _templates(self) -> Grader:
         check_templates(self.grader)
+        if not reads_reply(self.grader):
+            raise ValueError(
+                "the grader reads nothing of the reply, so every reply would earn the same; name"
+                " {{ sample.output_text }}, or {{ sample.output_json.FIELD }}, in one of its texts"
+            )
         return self
 
     def model_post_init(self, context: Any) -> None:
