@@ -914,6 +914,7 @@ class Indexed:
         (frozenset({"a"}), "gave frozenset; return a list"),
         (Table(), "gave Table of the length 3 with 2 entries; return a list of prompts"),
         ({"a": 1, "b": 2}.keys(), ["a", "b"]),
+        ({"a": 1, "b": 2}.items(), [["a", 1], ["b", 2]]),
         ({"a": 1, "b": 2}.values(), [1, 2]),
         (Indexed(), [7, 8]),
         ((7, 8), [7, 8]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence, Set, Sized
+from collections.abc import Iterable, Iterator, Mapping, MappingView, Sequence, Set, Sized
 from functools import lru_cache
 from random import Random
 from typing import Any
@@ -70,7 +70,7 @@ class PromptDataset:
         if isinstance(prompts, MadePrompts) and prompts:
             self._finite = prompts
             return
-        if isinstance(prompts, str | bytes | Mapping | Set) and not isinstance(prompts, KeysView):
+        if isinstance(prompts, str | bytes | Mapping | Set) and not isinstance(prompts, MappingView):
             raise ValueError(
                 f"prompts({self._split!r}) gave {type(prompts).__name__}; return a list of prompts, or another iterable"
                 " with an order"
