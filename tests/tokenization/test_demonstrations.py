@@ -18,6 +18,7 @@ from rookery.controller.spec_warnings import form_problems
 from rookery.environments.base import SplitSizes
 from rookery.environments.messages import form_of
 from rookery.errors import UserError
+from rookery.simulation.fakes.text import SPECIAL, byte_tokenizer
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.demonstrations import learned_sequences
 from rookery.tokenization.written import controls
@@ -120,6 +121,26 @@ def test_calls_are_learned_in_the_form_in_which_they_are_read(template: str) -> 
             assert (content.strip(), given) == (messages[number]["content"], [("add", {"a": 1})] * (number == 1))
     [plain] = learned_sequences(chat, [USER, answer], [0.0, 1.0])
     assert plain.prompt == chat.prompt([USER])
+
+
+TURN_BY_TURN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_end_of_a_reply_is_learned_where_it_begins_the_next_turn(number: int) -> None:
+    """As GLM's templates have it: without it the model never learns to end a reply."""
+    mark = SPECIAL.index("<|im_start|>")
+    chat = Chat(byte_tokenizer(), TURN_BY_TURN, special={}, ends=[mark], context=512)
+    messages = [USER, REPLY, MORE, LAST][: 2 * number]
+    [one] = learned_sequences(chat, messages, [0.0, 1.0] * number)
+    learnt = [token for token, weight in zip(one.tokens, one.weights, strict=True) if weight]
+    assert learnt == [*chat.encode("It is 4."), mark, *([*chat.encode("Yes é 漢."), mark] if number == 2 else [])]
+    assert one.prompt + one.tokens == [*chat.encode(chat.render(messages, add_generation_prompt=False)), mark]
+    [pair] = learned_sequences(chat, [USER, REPLY, MORE], [0.0, 1.0, 0.0])
+    assert pair.tokens == [*chat.encode("It is 4."), mark] and all(pair.weights)
 
 
 def test_a_long_conversation_is_cut_at_its_end(chat: Chat) -> None:

@@ -187,6 +187,11 @@ class Chat:
         marks = sorted((mark for mark in found if not THOUGHT_MARKS.fullmatch(mark)), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, marks)) or "(?!)")
 
+    @cached_property
+    def end_marks(self) -> list[str]:
+        """The texts of the tokens that end a reply."""
+        return [str(self._added[token].content) for token in self.stop_tokens if token in self._added]
+
     def without_marks(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with a space within each mark of turns that a text spells. A reply that another model reads, and
         a text of an environment, begin and end no turn."""

@@ -1,9 +1,10 @@
 """Conversations as token sequences that are learned from: which tokens are the assistant's, and with which weight.
 
 A reply is learned as it would be sampled: after the prompt that the chat template writes for it, as far as the
-template writes the same before a past reply, up to and with the token that ends it. Where the template writes earlier
-turns differently once others follow (such as those without their reasoning), each reply has a separate sequence.
-A conversation of which the template leaves something out is refused.
+template writes the same before a past reply, up to and with the token that ends it, which in some templates begins the
+next turn. Where the template writes earlier turns differently once others follow (such as those without their
+reasoning), each reply has a separate sequence. A conversation of which the template leaves something out, or whose
+texts have its marks, is refused.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _turns(
 ) -> list[_Turn]:
     write = partial(rendered, chat, tools=tools)
     learned = [number for number, weight in enumerate(weights) if weight]
-    turns = [_turn(chat, write, messages[:number], messages[number], weights[number]) for number in learned]
+    turns = [_turn(chat, write, messages, number, weights[number]) for number in learned]
     if turns:
         _check_context(turns[-1].text, messages[: learned[-1]], weights)
     return turns
@@ -122,7 +123,9 @@ def _left_out(gone: str, number: int, message: Message) -> UserError:
     )
 
 
-def _turn(chat: Chat, write: Callable[..., str], before: Sequence[Message], reply: Message, weight: float) -> _Turn:
+def _turn(chat: Chat, write: Callable[..., str], messages: Sequence[Message], number: int, weight: float) -> _Turn:
+    """The reply ``messages[number]``."""
+    before, reply = messages[:number], messages[number]
     prompt = write(before)
     text = write([*before, reply], add_generation_prompt=False)
     start = len(prompt)
@@ -135,7 +138,23 @@ def _turn(chat: Chat, write: Callable[..., str], before: Sequence[Message], repl
         history = write(before, add_generation_prompt=False)
         if not text.startswith(history) or missing(without_space(text[len(history) :]), reply):
             raise _left_out(gone, len(before), reply)
-    return _Turn(text, start, weight)
+    return _Turn(text + _end(chat, write, messages[: number + 2], text, start), start, weight)
+
+
+def _end(chat: Chat, write: Callable[..., str], messages: Sequence[Message], text: str, start: int) -> str:
+    """The token that ends the reply at ``start`` of ``text`` where the template writes none after it, but begins the
+    next turn with one, as GLM's does; empty for others. The last of ``messages`` is the reply or follows it."""
+    if any(mark in text[start:] for mark in chat.end_marks):
+        return ""
+    replied = messages if messages[-1]["role"] == "assistant" else messages[:-1]
+    asked = {"role": "tool" if replied[-1].get("tool_calls") else "user", "content": "?"}
+    following = messages if replied is not messages else [*messages, asked]
+    try:
+        written = write(following, add_generation_prompt=False)
+    except (UserError, KeyError):  # no such message may follow
+        return ""
+    rest = written[len(text) :] if written.startswith(text) else ""
+    return next((mark for mark in chat.end_marks if rest.startswith(mark)), "")
 
 
 def _sequence(chat: Chat, text: str, turns: Sequence[_Turn]) -> LearnedSequence:
