@@ -14,7 +14,7 @@ _BETWEEN_LONGEST = 20
 
 _ENCLOSES = r"(?:\$|\\\$|\\[(\[,;:! ]|\\left\(?|[{(\[~*])"
 _OPERAND_BEFORE = re.compile(
-    r"(?:\\[dtc]?frac *(?:\{[^{}]*\})? *\{ *|\\sqrt *\{ *|\^ *\{? *|\d|(?:\bnot|n['’]t)(?: be)?(?: equal)?(?: to)?"
+    r"(?:\\[dtc]?frac *(?:\{[^{}]*\})? *\{ *|\\sqrt *\{ *|\^ *\{? *|\d|(?i:\bnot|n['’]t)(?: be)?(?: equal)?(?: to)?"
     rf"(?:\s|{_ENCLOSES})*|(?:\\neq?|\\not *=|≠|!=)(?:\s|{_ENCLOSES})*)\Z"
 )
 """The beginning of an expression whose part the box is, and a denial of it."""

@@ -14,6 +14,7 @@ from rookery.environments.verifiers.numbers import spelt_in_ascii
 from rookery.environments.verifiers.sentences import last_answer
 
 _SAME = (
+    (re.compile(r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname) *\{([^{}]*)\}"), r"\1"),
     (re.compile(r"\\times(?![A-Za-z])|\\cdot(?![A-Za-z])|[×·⋅∗✕✖∙]"), "*"),
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"\\div(?![A-Za-z])|[÷∕⁄]"), "/"),
@@ -27,7 +28,9 @@ _SAME = (
 )
 """Spellings of one expression, and what encloses its parts."""
 
-_OPERATION = re.compile(r"[\w!][-+*/^=<>≤≥]|\w!|[<>=≤≥]|sqrt|sum|int|sin|cos|tan|log|ln|lim|prod|binom")
+_OPERATION = re.compile(
+    r"[\w!][-+*/^=<>≤≥]|\w!|[<>=≤≥]|(?<![A-Za-z])(?:sqrt|sum|int|sin|cos|tan|log|ln|lim|prod|binom)(?![a-z]{2})"
+)
 _FRACTION = re.compile(r"-?(\d{1,18})[/:](\d{1,18})", re.ASCII)
 """A fraction or a ratio."""
 _VALUE = re.compile(r"-?[\d.,]*%?|-?\d+[a-zA-Z]{0,3}|[A-Za-z]='?-?[\d.,/]+", re.ASCII)
@@ -82,4 +85,4 @@ def _is_expression(key: str) -> bool:
     fraction = _FRACTION.fullmatch(key)
     if fraction is not None:
         return math.gcd(int(fraction[1]), int(fraction[2])) > 1
-    return _OPERATION.search(key) is not None and _VALUE.fullmatch(key) is None
+    return not key.isalpha() and _OPERATION.search(key) is not None and _VALUE.fullmatch(key) is None
