@@ -246,6 +246,36 @@ KINDS: dict[str, list[tuple[str, str, int]]] = {
         ("5", r"\boxed{5}0", 0), ("5", r"\boxed{5}^\circ", 1), ("5", r"\boxed{5} apples", 1), ("5", r"\boxed{5}!", 1),
         ("5", r"**\boxed{5}**", 1), ("5", r"It is not 4, it is \boxed{5}.", 1), ("5", r"$x = \boxed{5}$, not 6", 1),
     ],
+    "numbers at the end of a reply": [
+        ("5", "5 million", 0), ("5", "It is $5$ thousand.", 0), ("5", "5 is wrong.", 0),
+        ("5", "5 is not the answer", 0),
+        ("5", "The answer cannot be 5.", 0), ("5", "The answer isn't 5, it's 6", 0),
+        ("6", "The answer isn't 5, it's 6", 1),
+        ("5", "minus 5", 0), ("-5", "minus 5", 1), ("-5", "The answer is negative 5.", 1), ("5", "5²", 0),
+        ("25", "5²", 1),
+        ("6", "5 6", 0), ("6", "x=5 or maybe 6", 0), ("6", "5 (or 6)", 0), ("3", "5 apples and 3 pears", 0),
+        ("10", "5 out of 10", 0), ("4", "A. 1 B. 2 C. 3 D. 4", 0), ("1234", "It is 1 234", 1), ("3.5", "3 1/2", 1),
+        ("5", "We get 5.", 1), ("5", "It is 5, because 2 is even.", 0), ("5", "So the sum of 2 and 3 is 5.", 1),
+    ],
+    "equations of numbers": [
+        ("6", r"\boxed{4+1=6}", 0), ("5", r"\boxed{4+1=5}", 1), ("6", r"\boxed{5=6}", 0), ("5", r"\boxed{5=5=6}", 0),
+        (r"\frac12", r"\boxed{\frac{2}{4}=\frac{1}{2}}", 1), ("0.5", r"\boxed{1/2=0.5}", 1), ("x=5", r"\boxed{5=x}", 1),
+    ],
+    "values that repeat": [
+        ("1, 1, 2", r"\boxed{1, 2}", 0), ("1, 2", r"\boxed{1, 1, 2}", 0), ("5", r"\boxed{5, 5}", 0),
+        ("5, 5", r"\boxed{5}", 0),
+        ("1, 2, 1", r"\boxed{2, 1, 2}", 0), ("1, 1, 2", r"\boxed{1, 1, 2}", 1), (r"2,4,8,\ldots", r"\boxed{2,4,8}", 0),
+        (r"\{1,1,2\}", r"\boxed{\{1,2\}}", 1), ("-2, 2", r"\boxed{\pm 2}", 1), ("1,234", r"\boxed{1234}", 1),
+    ],
+    "boxes next to each other": [
+        ("6", r"\boxed{5}/\boxed{6}", 0), ("6", r"\boxed{5}\cdot\boxed{6}", 0),
+        ("6", r"\frac{\boxed{5}}{\boxed{6}}", 0),
+        ("6", r"\boxed{5} \text{ or } \boxed{6}", 0), ("6", r"\boxed{5}; \boxed{6}", 0),
+        ("6", r"\boxed{5} & \boxed{6}", 0),
+        ("6", r"\boxed{5}\boxed{6}", 0), ("6", "(a) \\boxed{5}\n(b) \\boxed{6}", 1),
+        ("6", r"\boxed{5} is wrong: \boxed{6}", 1),
+        ("5", r"\boxed{5 \mod 6}", 0), ("5", r"\boxed{\phantom{5}}", 0), ("5", r"\boxed{5 \approx 6}", 0),
+    ],
     "two numbers side by side": [
         (answer, reply, 0) for answer in ("5", "6", "30", "56", "11")
         for reply in (r"\boxed{5 \quad 6}", r"\boxed{5\qquad6}", "\\boxed{5\n6}", "\\boxed{5\t6}")

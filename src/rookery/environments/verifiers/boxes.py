@@ -23,6 +23,11 @@ _MINUS = re.compile(
     rf"|\b(?i:minus|negative)(?:\s|{_ENCLOSES}){{1,4}}|\$ ?[-−] ?\$\s?)\Z"
 )
 """The sign of the box."""
+_BOX_BEFORE = re.compile(
+    r"\\f?box(?:ed)? ?\{[^{}]*\}(?:\s|\$|\\[()\[\],;:! ]|\})*(?:[-+*/;&|]|\\(?:cdot|times|div|quad|qquad)(?![A-Za-z])"
+    r"|\{|\\text ?\{ *(?:or|and) *\})?(?:[ \t]|\$|\\[()\[\],;:! ]|\{)*\Z"
+)
+"""Another box of which nothing but an operation, or nothing, separates it."""
 _OPERAND_AFTER = re.compile(
     r"(?:\s|\$|\\[)\],;:! ]|[)\]}*_~])*+(?:\^(?! *\{? *\\circ)|/ ?\d|(?:\\(?:text|textrm|mathrm|mbox) ?\{ *)?"
     r"(?i:hundred|thousand|million|billion|trillion|dozen|lakh|crore)s?\b)|\d"
@@ -57,7 +62,7 @@ def sign_of_box(text: str) -> str | None:
     assert found is not None
     start, _, end = found
     before, after = text[max(0, start - END) : start], text[end : end + END]
-    if _OPERAND_BEFORE.search(before) or _OPERAND_AFTER.match(after):
+    if _OPERAND_BEFORE.search(before) or _OPERAND_AFTER.match(after) or _BOX_BEFORE.search(before):
         return None
     return "-" if _MINUS.search(before) else ""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -75,6 +76,7 @@ _STYLED = re.compile(
 _COLOR = re.compile(r"\\(?:text)?color ?\{[^{}]*\}")
 _ANGLES = re.compile(r"(?:\\(?:left|right) *)?\\(?P<side>[lr])angle(?![A-Za-z])")
 _TIMES_TEN = re.compile(r"(?<=\d) ?[xX*] ?(?=10 ?\^)", re.ASCII)
+_BRACED_POWER = re.compile(r"\^\{(-?\d+)\}", re.ASCII)
 _POWERS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
 _INDICES = re.compile("[₀-₉]+")
 _MINUS_WORD = re.compile(r"(?<![\d正])[负負] ?(?=\d)")
@@ -119,7 +121,7 @@ _INEQUALITY = re.compile(r"(?:[<>≤≥]|\\(?:[lg]eq?|[lg]t|leqslant|geqslant)(?
 _RELATION = re.compile(rf"{_INEQUALITY.pattern}|=")
 _CONDITION = re.compile(r"\\\{[^{}=:|]*(?::|\||\\mid(?![A-Za-z])|\\vert(?![A-Za-z]))")
 """The beginning of a set that is given by a condition."""
-_MODULO = re.compile(r"\\(?:equiv|pmod)(?![A-Za-z])|≡|\( ?\\?mod\b")
+_MODULO = re.compile(r"\\(?:equiv|[pb]?mod)(?![A-Za-z])|≡|\( ?\\?mod\b|\d *\\approx *-?\d")
 _JOINED = re.compile(
     r",? *(?:\\(?:text|textrm|mathrm|mbox) ?\{ *(?:and|or) *\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])) *"
 )
@@ -129,11 +131,27 @@ _MATHEMATICS = re.compile(r"\$(?!\s)([^$]+)(?<!\s)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]
 _OPENING, _CLOSING = r"*_`\"'“‘«", r"*_`\"'”’»"
 """Quotes and the emphasis of Markdown."""
 _DENIED = re.compile(
-    r"(?:\bnot|n['’]t)(?: be)?(?: equal)?(?: to)? *"
+    r"(?:\b(?:can)?not|n['’]t|\bnever)(?: be)?(?: equal)?(?: to)? *"
     rf"(?:\$[^$]*\$|\\\(.*?\\\)|[{_OPENING}]*-?\d[\d.,/]*)[\s.!{_CLOSING}]*\Z",
     re.IGNORECASE,
 )
 """The end of a reply that denies its last expression."""
+_DENIED_BEFORE = re.compile(
+    r"(?:\b(?:can)?not|n['’]t|\bnever)(?: be)?(?: equal)?(?: to)? *[-$(*`]*\d[\d.,/]*[)$*`]*[,;:.] (?=.*\d)", re.DOTALL
+)
+"""A denial before the answer."""
+_UNCLEAR_END = re.compile(
+    r"\d[\s$*_`)]*(?:\\text ?\{ *)?(?:hundred|thousand|million|billion|trillion|dozen|lakh|crore)s?\b[^\d]*\Z"
+    r"|\d[\s$*_`)]*(?:is|was|are) (?:the )?(?:wrong|incorrect|not)\b[^\d]*\Z"
+    r"|\d[\s(]*\b(?:or|and)[\s(]+(?:(?:maybe|perhaps|possibly|even|also|then) +)?[-$]*\d[\d.,/]*[\s.)!$]*\Z"
+    r"|\d [a-z]+(?:,| and|, and) \d[\d.,]* [a-z]+[\s.!]*\Z|\d (?:out )?of (?:the )?\d[\d.,]*[\s.!]*\Z"
+    r"|(?<![\w.,^_/])(?!\d{1,3}(?: \d{3})+\b)-?\d[\d.]* +-?\d[\d.]*[\s.!]*\Z"
+    r"|\bA[.)] .*\bB[.)] .*\b[C-J][.)] \S{1,20}[\s.!]*\Z",
+    re.IGNORECASE | re.ASCII,
+)
+"""The end of a reply with several numbers, one that is denied, or a magnitude, of which math-verify takes a number."""
+_NEGATIVE = re.compile(r"(?<![\d)\]}])(?<![\d)\]}] )\b(?:minus|negative) (?=[$\\(]*\.?\d)", re.IGNORECASE)
+_PHANTOM = re.compile(r"\\[hv]?phantom *\{[^{}]*\}")
 _END = 400
 """Characters at a reply's end that decide whether it denies or names its answer."""
 
@@ -183,7 +201,7 @@ _UNCLEAR = re.compile(
     r"|(?<![_^\d])\d+(?:\s|\\[,;: !]|\\q?quad(?![A-Za-z]))+\.?\d"  # two numbers side by side
     r"|\d[\s~]*(?:\\[,;: ]|\\(?:text|mathrm|textrm|mbox) ?\{)*\s*"
     r"(?:hundred|thousand|million|billion|trillion|dozen|lakh|crore)"
-    r"|\d(?:st|nd|rd|th)\b|\d[eE][-+]?\d|\b0[xX][0-9A-Fa-f]|\A(?:[—―➖]|\^)"
+    r"|\d(?:st|nd|rd|th)\b|\d[eE][-+]?\d|\b0[xX][0-9A-Fa-f]|\A(?:[—―➖]|\^)|\? *\d"
     r"|\d +(?!(?:and|or)\b)[A-Za-z]{2,}\.?,? +(?:and +)?\d"  # two amounts: 2 hours 30 minutes
     rf"|\d +{_PART}\b",
     re.ASCII,
@@ -323,6 +341,9 @@ def reply_latex(text: str, *, words: bool = False) -> str | None:
     None for a reply whose last box is empty, unfinished or unclear. With ``words`` a reply may end with any word."""
     boxed = several_boxes(text) or last_box(text)
     if boxed is None:
+        text = text[
+            max((found.end() for found in _DENIED_BEFORE.finditer(text, max(0, len(text) - _END))), default=0) :
+        ]
         end = text[-_END:]
         spelt = spelt_in_ascii(end)
         named = (_NAMED_WORD if words else _NAMED).search(spelt)
@@ -337,8 +358,11 @@ def reply_latex(text: str, *, words: bool = False) -> str | None:
         answer = last_answer(spelt)
         if answer is not None:
             return clear(answer)
-        text = text[:-_END] + _bared(end)
-        return _raised(_written(_RANGE.sub(lambda found: f"{found[0][0]} to {found[0][-1]}", text)))
+        if _UNCLEAR_END.search(spelt):
+            return None
+        text = _NEGATIVE.sub("-", text[:-_END] + _bared(end))
+        text = _raised(_written(_RANGE.sub(lambda found: f"{found[0][0]} to {found[0][-1]}", text)))
+        return text if "$" in text or "\\" in text else _BRACED_POWER.sub(r"^\1", text)
     sign = "" if several_boxes(text) else sign_of_box(text)
     return None if sign is None else clear(sign + (ratio_in_words(boxed) or boxed))
 
@@ -351,7 +375,7 @@ def _bared(text: str) -> str:
 
 def clear(text: str) -> str | None:
     r"""One answer in a ``\boxed{…}``, None where it could be read in several ways."""
-    content = _DECORATED.sub(lambda found: found[1] or found[2], _unwrapped(text))
+    content = _DECORATED.sub(lambda found: found[1] or found[2], _PHANTOM.sub("", _unwrapped(text)))
     content = _MEMBER.sub("", _INTRODUCED.sub("", _INTRODUCTION.sub("", content)))
     content = _SIGN_AS_TEXT.sub("-", content)
     if _RANGE.search(content):
@@ -508,6 +532,30 @@ def _separated(content: str) -> str:
     if words or related or not all(part.strip() for part in parts):
         return content
     return ", ".join(part.strip() for part in parts)
+
+
+_NO_LIST = re.compile(
+    r"\\pm|±|\\text|\\cup|[<>≤≥]|\\[lg]eq?(?![A-Za-z])|[\[({][^\])}]*[,;]|\d{1,3}(?:,\d{3})+(?![\d,])"
+)
+
+
+def differ_in_count(latex: str, other: str) -> bool:
+    """Whether two lists without brackets have another number of values, or the same ones at other times: math-verify
+    compares them as sets."""
+    contents = last_box(latex), last_box(other)
+    if not all(content and not _NO_LIST.search(content) for content in contents):
+        return False
+    one, two = (Counter(map(_bare, re.split("[,;]", content or ""))) for content in contents)
+    return one.total() != two.total() or (one.keys() == two.keys() and one != two)
+
+
+def sides(latex: str) -> list[str]:
+    """The sides of an equation without variables in a box; none for any other answer."""
+    content = last_box(latex) or ""
+    parts = re.split(r"(?<![<>!≠:=])=(?!=)", content)
+    if len(parts) < 2 or re.search(r"[A-Za-z]", _COMMAND.sub("", content)) or not all(part.strip() for part in parts):
+        return []
+    return parts
 
 
 def split_choice(latex: str) -> tuple[str, str]:

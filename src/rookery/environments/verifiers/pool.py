@@ -40,9 +40,11 @@ from rookery.environments.verifiers.expressions import (
     as_written,
     content_of,
     contradict,
+    differ_in_count,
     joined_relations,
     reply_latex,
     same_text,
+    sides,
     significant_digits,
     split_choice,
     without_unit,
@@ -404,6 +406,11 @@ def prepare_math() -> Callable[..., Any]:
         enclosed = [brackets(content_of(one)) for one in (expected, latex)]
         if all(enclosed) and enclosed[0] != enclosed[1]:  # an interval, a tuple and a set
             return False
+        if differ_in_count(expected, latex):
+            return False
+        computed = [read(rf"\boxed{{{side}}}") for side in sides(latex)]
+        if computed and not all(one and verify(computed[0], one, timeout_seconds=None) for one in computed[1:]):
+            return False
         (choice, text), (chosen, other_text) = split_choice(expected), split_choice(latex)
         if choice and chosen:
             return choice == chosen
@@ -425,8 +432,8 @@ def prepare_math() -> Callable[..., Any]:
         if measure and other and size != other_size and given and isinstance(given[0], Expr):
             given = [given[0] * Rational(other_size / size)]
         gold, given = _as_sets(*_with_imaginary_unit(gold, given))
-        sides = [_in_order(gold, given), *_without_per_cent(gold, given)]
-        return any(verify(*both, **precision(both[0][0], expected), timeout_seconds=None) for both in sides)
+        pairs = [_in_order(gold, given), *_without_per_cent(gold, given)]
+        return any(verify(*both, **precision(both[0][0], expected), timeout_seconds=None) for both in pairs)
 
     score("1", "$1$")
     return score
