@@ -42,7 +42,7 @@ _CONTROL = re.compile(
     r"<\|[^<>|\s-]{1,40}\|>|<｜[^<>｜\s-]{1,40}｜>|<(?:start|end)_of_turn>|<\|turn>|<turn\|>"
     r"|\[/?(?:INST|SYSTEM_PROMPT)\]|</?s>|<[be]os>"
 )
-"""What chat templates of all families write around messages."""
+"""Marks that chat templates of all families write around messages."""
 
 
 def controls(text: str) -> list[str]:
