@@ -87,7 +87,7 @@ export function useData(path, every = 0, read = get) {
     return () => { stop.abort(); clearTimeout(timer); };
   }, [path, every, turn]);
   const fresh = state.path === path ? state : { data: null, error: null, since: null };
-  return { data: fresh.data, error: fresh.error, since: fresh.since, reload: () => setTurn(turn + 1) };
+  return { data: fresh.data, error: fresh.error, since: fresh.since, reload: () => setTurn((now) => now + 1) };
 }
 
 const PAGE = 2000;

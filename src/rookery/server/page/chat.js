@@ -28,7 +28,7 @@ export function Chat({ query, account }) {
   const [options, setOptions] = useState({ n: 1, temperature: 1, maxTokens: 128, seed: "", system: "" }), [text, setText] = useState(""), [busy, setBusy] = useState(null), [error, setError] = useState(null); // busy: what ends the requests
   const usable = (models ?? []).filter((one) => one.state === "loaded"), mine = (runs ?? []).filter((run) => run.tenant === account.name && run.step > 0);
   useEffect(() => {
-    if (!targets[0] && usable.length && runs) setTargets([mine.find((run) => targets[1].startsWith(run.id))?.base_model ?? usable[0].name, targets[1]]);
+    if (usable.length && runs) setTargets((now) => (now[0] ? now : [mine.find((run) => now[1].startsWith(run.id))?.base_model ?? usable[0].name, now[1]]));
   }, [models, newest, one]);
   const show = (side, turns) => setSides((old) => old.map((one, at) => (at === side ? turns : one)));
   /** Samples the replies to messages after the turns that are there; without one, what was there before stays. */
