@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.support.pages import CHROMIUM, WAIT, Town, opened
+from tests.support.pages import CHROMIUM, Town, new_context, opened
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +44,8 @@ def large_text(playwright: Any) -> Iterator[Any]:
 @pytest.fixture
 def page(chromium: Any, town: Town) -> Iterator[Any]:
     """A page that fails the test where a script fails, the policy blocks something, or a request leaves the service."""
-    context = chromium.new_context(viewport={"width": 1360, "height": 900})
+    context = new_context(chromium, viewport={"width": 1360, "height": 900})
     page = context.new_page()
-    page.set_default_timeout(WAIT)
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda line: problems.append(line.text) if "Content Security Policy" in line.text else None)
@@ -54,6 +53,7 @@ def page(chromium: Any, town: Town) -> Iterator[Any]:
         "request", lambda one: None if one.url.startswith((town.service.url, "data:")) else problems.append(one.url)
     )
     yield page
+    page.unroute_all(behavior="ignoreErrors")
     title = page.title()
     context.close()
     assert problems == [] and title.endswith("Rookery") and "taken" not in title

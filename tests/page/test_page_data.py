@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from tests.support.faces import MODEL, ThreadedWorker, job, served
-from tests.support.pages import CHROMIUM, WAIT, Town, of_run, others_of, sign_in
+from tests.support.pages import CHROMIUM, Town, new_context, of_run, others_of, settle, show, sign_in
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 import rookery
@@ -20,10 +21,10 @@ from rookery.client import Client, Job
 
 pytestmark = [
     pytest.mark.heavy,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not CHROMIUM.exists(), reason="apt-get install chromium"),
 ]
 
-SETTLED = "() => !document.querySelector('main').textContent.includes('Loading …')"
 BROKEN = "this part is broken"
 
 
@@ -66,7 +67,7 @@ def differing(rows: list[dict[str, str]], expected: list[dict[str, Any]]) -> lis
 def test_figures_of_a_run_are_those_of_the_api(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
     done, rows = town.done.show(), list(town.done.metrics(follow=False))
-    page.goto(f"{town.service.url}/#/run/{town.done.id}")
+    show(page, town, f"run/{town.done.id}")
     shown = table(page, "Newest steps")
     newest = [
         {"Step": row.step, "Version": row.version, "Reward": row.reward, "Spread": row.reward_std,
@@ -84,7 +85,7 @@ def test_figures_of_a_run_are_those_of_the_api(page: Any, town: Town) -> None:
         for one in reversed(town.done.evaluations())
     ]  # fmt: skip
     assert len(evaluations) > 2 and differing(table(page, "Evaluations"), evaluations) == []
-    page.goto(f"{town.service.url}/#/run/{town.done.id}/step/2")
+    show(page, town, f"run/{town.done.id}/step/2")
     groups = town.done.groups(2)
     means = [sum(one.reward for one in group.members) / len(group.members) for group in groups]
     wanted = [
@@ -99,14 +100,15 @@ def test_lists_have_the_figures_of_the_api(page: Any, town: Town) -> None:
     sign_in(page, town, "admin")
     with Client(town.service.url, town.service.key) as admin:
         runs = admin.runs(limit=50).runs
+        settle(page)
         shown = [{"Run": f"{one.name}\n{one.base_model}", "Reward": one.reward, "Staleness": one.staleness,
                   "Tenant": one.tenant, "State": one.state} for one in runs]  # fmt: skip
         assert differing(table(page, "Runs"), shown) == []
-        page.goto(f"{town.service.url}/#/usage")
+        show(page, town, "usage")
         used = [{"Steps": one.step, "Tokens sampled": one.tokens, "Cost": one.cost.cost, "State": one.state,
                  "Preemptible part": one.cost.preemptible} for one in runs]  # fmt: skip
         assert differing(table(page, "Usage of runs"), used) == []
-        page.goto(f"{town.service.url}/#/tenants")
+        show(page, town, "tenants")
         limits = [{"jobs": one.limits.jobs, "adapters": one.limits.adapters, "weight": one.limits.weight,
                    "Tokens today": one.tokens_today} for one in admin.tenants()]  # fmt: skip
         assert differing(table(page, "Tenants"), limits) == []
@@ -115,7 +117,7 @@ def test_lists_have_the_figures_of_the_api(page: Any, town: Town) -> None:
 def test_joins_and_losses_of_workers_are_not_pushed_out_by_their_work(page: Any, town: Town) -> None:
     town.keys["admin"] = town.service.key
     sign_in(page, town, "admin")
-    page.goto(f"{town.service.url}/#/fleet")
+    show(page, town, "fleet")
     shown = table(page, "Events of workers")
     assert "ready" in {row["Event"] for row in shown} and "trained" not in {row["Event"] for row in shown}
     page.check("label >> text=with adapters and training")
@@ -133,8 +135,7 @@ DRAW_AGAIN = """() => {
 def test_steps_of_the_shown_range_are_listed(page: Any, town: Town) -> None:
     """So every step is reached without a mouse, also where the view is drawn again while a number is typed."""
     sign_in(page, town, "ada")
-    page.goto(f"{town.service.url}/#/run/{town.done.id}")
-    page.wait_for_selector(".chart canvas")
+    show(page, town, f"run/{town.done.id}")
     page.fill("label:has-text('to') input[type=number] >> nth=-1", "3")
     page.evaluate(DRAW_AGAIN)
     page.wait_for_selector("text=weight of the past 0.50")
@@ -224,10 +225,10 @@ def test_part_that_cannot_be_read_is_named_with_its_error(page: Any, town: Town)
     seen: set[tuple[str, str]] = set()
     silent = []
     for view in [*others_of(town), *of_run(town.done), f"chat?target={town.done.id}"]:
-        page.goto(f"{town.service.url}/#/{view}")
+        show(page, town, view)
+        asked.clear()
         page.reload()
-        page.wait_for_function(SETTLED)
-        page.wait_for_timeout(300)
+        settle(page)
         read = {path for path in asked if re.match(r"/api/v1/|/openapi", path) and not path.endswith("/account")}
         asked.clear()
         for path in sorted(read):
@@ -238,11 +239,10 @@ def test_part_that_cannot_be_read_is_named_with_its_error(page: Any, town: Town)
             page.route(address, lambda route: route.fulfill(status=500, json={"error": BROKEN}))
             page.reload()
             try:
-                page.wait_for_selector(f"main >> text={BROKEN}", timeout=5000)
+                page.wait_for_selector(f"main >> text={BROKEN}")
             except Exception:
                 silent.append((view, path))
             page.unroute(address)
-            asked.clear()
     assert len(seen) > 25 and silent == []
 
 
@@ -257,8 +257,8 @@ def working(root: Path, **more: Any) -> Iterator[Client]:
 
 
 def test_open_pages_continue_after_a_restart_of_the_service(chromium: Any, tmp_path: Path) -> None:
-    context = chromium.new_context()
-    with working(tmp_path) as client:
+    context, port = new_context(chromium), free_port()
+    with working(tmp_path, port=port) as client:
         url = client.url
         done: Job = client.submit(job(name="ended"))
         assert done.wait().state == "completed"
@@ -271,21 +271,19 @@ def test_open_pages_continue_after_a_restart_of_the_service(chromium: Any, tmp_p
                  f"run/{done.id}", f"run/{done.id}/group/{group}"]  # fmt: skip
         pages = {view: context.new_page() for view in views}
         for view, one in pages.items():
-            one.set_default_timeout(WAIT)
             one.goto(f"{url}/#/{view}")
-            one.wait_for_selector("h1")
-            one.wait_for_function(SETTLED)
+            settle(one)
         pages[f"run/{running.id}"].wait_for_selector("text=● live")
         last = running.show().step
     for view, one in pages.items():
         if done.id not in view:  # a run that has ended is asked for seldom
             one.wait_for_selector("main >> text=the service does not answer")
-    with working(tmp_path, port=urlsplit(url).port) as client:
+    with working(tmp_path, port=port) as client:
         for view, one in pages.items():
-            one.wait_for_selector("main >> text=the service does not answer", state="detached", timeout=2 * WAIT)
+            one.wait_for_selector("main >> text=the service does not answer", state="detached")
             assert one.locator("#key").count() == 0, f"{view}: still signed in"
         watched = pages[f"run/{running.id}"]
-        watched.wait_for_selector("text=● live", timeout=2 * WAIT)
+        watched.wait_for_selector("text=● live")
         watched.wait_for_function(f"() => Number(document.querySelector('.chart .legend b').textContent) > {last}")
         assert watched.locator("main .notice[role=status] >> text=no connection").count() == 0
         client.job(running.id).cancel()

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.support.pages import CHROMIUM, WAIT, Town, sign_in, views
+from tests.support.pages import CHROMIUM, Town, new_context, show, sign_in, sign_out, views
 
 pytestmark = [
     pytest.mark.heavy,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not CHROMIUM.exists(), reason="apt-get install chromium"),
 ]
-
-SETTLED = "() => !document.querySelector('main').textContent.includes('Loading …')"
 
 TOOLS = """
 const shown = (one) => one.checkVisibility({ visibilityProperty: true, opacityProperty: true }) && !one.closest(".skip");
@@ -140,9 +139,8 @@ def colored(request: pytest.FixtureRequest, chromium: Any, town: Town) -> Iterat
 
 
 def signed_in(chromium: Any, town: Town, **more: Any) -> Iterator[Any]:
-    context = chromium.new_context(**more)
+    context = new_context(chromium, **more)
     page = context.new_page()
-    page.set_default_timeout(WAIT)
     town.keys["admin"] = town.service.key
     sign_in(page, town, "admin")
     yield page
@@ -152,9 +150,7 @@ def signed_in(chromium: Any, town: Town, **more: Any) -> Iterator[Any]:
 def each_view(page: Any, town: Town) -> Iterator[str]:
     """Opens one view after the other."""
     for view in views(town):
-        page.goto(f"{town.service.url}/#/{view}")
-        page.wait_for_function(SETTLED)
-        page.wait_for_timeout(200)
+        show(page, town, view)
         yield view
 
 
@@ -184,14 +180,13 @@ def test_hints_of_a_phone_suit_a_finger(chromium: Any, town: Town) -> None:
             if (lines := [one for one in page.locator("main").inner_text().splitlines() if OF_A_MOUSE.search(one)])
         }
         assert found == {}
-        page.goto(f"{town.service.url}/#/run/{town.done.id}/timeline")
-        page.wait_for_selector(".lanes canvas")
+        show(page, town, f"run/{town.done.id}/timeline")
         page.locator(".touch >> text=Touch a span").scroll_into_view_if_needed()
         across, down = page.evaluate(SPAN)
         page.locator(".lanes canvas").tap(position={"x": across, "y": down})
         page.wait_for_selector("p.about >> text=worker scripted")
-        page.goto(f"{town.service.url}/#/run/{town.done.id}")
-        page.wait_for_selector(".charts .touch, .bar .touch")
+        show(page, town, f"run/{town.done.id}")
+        assert page.locator(".charts .touch, .bar .touch").first.is_visible()
         page.locator(".chart .u-over").first.tap()
         page.wait_for_selector("h2 >> text=Groups of step")
 
@@ -247,7 +242,7 @@ def test_reasoning_is_on_paper_and_folded_again_after_it(page: Any, town: Town) 
     )
     page.pdf()
     assert page.evaluate("printed") is True
-    assert page.locator("details.think pre").is_hidden()
+    page.wait_for_selector("details.think pre", state="hidden")
 
 
 PRINTED = """() => {
@@ -295,9 +290,7 @@ def test_pictures_on_paper_have_the_colors_of_light(page: Any, town: Town, view:
     pictures = {}
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
-        page.goto(f"{town.service.url}/#/run/{town.done.id}{view}")
-        page.wait_for_selector("canvas")
-        page.wait_for_timeout(500)
+        show(page, town, f"run/{town.done.id}{view}")
         pictures[scheme] = page.evaluate(drawn)
     page.evaluate(PRINTED)
     page.pdf()
@@ -322,8 +315,7 @@ def test_colors_with_a_meaning_stay_where_the_system_forces_its_palette(page: An
 
 def test_spans_of_the_timeline_are_read_by_the_keyboard(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
-    page.goto(f"{town.service.url}/#/run/{town.done.id}/timeline")
-    page.wait_for_selector(".lanes canvas")
+    show(page, town, f"run/{town.done.id}/timeline")
     page.focus(".lanes canvas")
     read = []
     for key in ("ArrowDown", "ArrowDown", "ArrowUp"):
@@ -336,8 +328,7 @@ def test_spans_of_the_timeline_are_read_by_the_keyboard(page: Any, town: Town) -
 
 def test_every_text_has_enough_contrast_in_light_and_dark(colored: Any, town: Town) -> None:
     found = {view: problems for view in each_view(colored, town) if (problems := colored.evaluate(CONTRAST))}
-    colored.click("text=Sign out")
-    colored.wait_for_selector("#key")
+    sign_out(colored)
     assert found == {} and colored.evaluate(CONTRAST) == []
 
 
@@ -375,7 +366,7 @@ def test_a_view_without_its_data_shows_that_it_loads(page: Any, town: Town, answ
         page.goto(f"{town.service.url}/#/{view}")
         page.reload()
         try:
-            page.wait_for_selector("main >> text=Loading …", timeout=5000)
+            page.wait_for_selector("main >> text=Loading …")
         except Exception:
             silent.append(view)
     page.unroute_all(behavior="ignoreErrors")
@@ -384,8 +375,7 @@ def test_a_view_without_its_data_shows_that_it_loads(page: Any, town: Town, answ
 
 def test_steps_are_chosen_and_read_by_the_keyboard(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
-    page.goto(f"{town.service.url}/#/run/{town.done.id}")
-    page.wait_for_selector(".chart canvas")
+    show(page, town, f"run/{town.done.id}")
     page.fill("label:has-text('to') input[type=number] >> nth=-1", "3")
     page.keyboard.press("Tab")
     page.wait_for_function("() => document.querySelector('.chart .legend b').textContent === '3'")

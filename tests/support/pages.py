@@ -11,15 +11,15 @@ from typing import Any
 
 import httpx
 from tests.support.faces import ThreadedWorker, job, served
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_SECONDS, until
 
 from rookery.client import Client, Job
 from rookery.server.launcher import EmbeddedService
 
 CHROMIUM = Path("/usr/bin/chromium")
 
-WAIT = 30_000
-"""Milliseconds that the page may take to show something on a busy machine."""
+WAIT = 1000 * PATIENCE_SECONDS
+"""Milliseconds after which a test that waits for something on the page gives up."""
 
 MARKUP = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>&lt;b&gt;"
 """Text of a prompt, a name or an error that would take over a page which shows it as markup."""
@@ -77,7 +77,7 @@ class Town:
         until(lambda: driven.show().state == "running")
         ended: list[str] = []
         with httpx.Client(headers=bearer, timeout=60) as http:
-            failed = http.post(path, json={"wait": 30}).json()["episode"]
+            failed = until(lambda: http.post(path, json={"wait": 30}).json()["episode"])
             http.post(f"{path}/{failed}/fail", json={"reason": MARKUP}).raise_for_status()
             while (opened := http.post(path, json={"wait": 30})).status_code == 200:
                 one = opened.json()
@@ -131,11 +131,82 @@ def opened(folder: Path) -> Iterator[Town]:
         broken.shutdown()
 
 
+@contextmanager
+def endless(town: Town, name: str) -> Iterator[Job]:
+    """A run that takes steps until the block ends, however slow the machine is."""
+    running = town.ada.submit(job(name=name, stop={"steps": 1_000_000}))
+    try:
+        yield running
+    finally:
+        running.cancel()
+
+
+READS = """{
+  const reads = window.reads = { asked: {}, address: location.hash }, { fetch } = window;
+  addEventListener("hashchange", () => { Object.assign(reads, { asked: {}, address: location.hash }); });
+  window.fetch = async (...request) => {
+    const one = reads.asked[request[0]] ??= { open: 0, answered: false };
+    one.open += 1;
+    try {
+      const answer = await fetch(...request);
+      await answer.clone().arrayBuffer();
+      one.answered = true;
+      return answer;
+    } finally { one.open -= 1; }
+  };
+}"""
+"""Notes what a view asks for, and whether it was answered to the last byte; a stream of events is no request."""
+
+SETTLED = """async (patience) => {
+  const deadline = performance.now() + patience;
+  const frame = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+  const reads = () => {
+    const { asked, address } = window.reads, shown = document.querySelector("main")?.textContent ?? "Loading …";
+    const all = Object.values(asked), waits = all.some((one) => one.open > 0 && !one.answered);
+    return waits || address !== location.hash || shown.includes("Loading …") ? null : all.length;
+  };
+  for (let frames = 0, before = null; frames < 5;) {
+    await frame();
+    const now = reads();
+    frames = now !== null && now === before ? frames + 1 : 0;
+    before = now;
+    if (performance.now() > deadline) throw new Error("the page does not settle");
+  }
+}"""
+"""An answer is drawn at once, and what is read after it begins in the frame after that. What is asked again, as
+every two seconds, was shown before."""
+
+
+def new_context(browser: Any, **options: Any) -> Any:
+    """A context whose pages :func:`settle`."""
+    context = browser.new_context(**options)
+    context.set_default_timeout(WAIT)
+    context.add_init_script(READS)
+    return context
+
+
+def settle(page: Any) -> None:
+    """Return when the page shows the view of its address with everything that the view reads."""
+    page.evaluate(SETTLED, WAIT)
+
+
+def show(page: Any, town: Town, view: str) -> None:
+    """Open a view, and return when it shows everything that it reads."""
+    page.goto(f"{town.service.url}/#/{view}")
+    settle(page)
+
+
 def sign_in(page: Any, town: Town, who: str) -> None:
     page.goto(town.service.url)
     page.fill("#key", town.keys[who])
     page.click("button.main")
     page.wait_for_selector("header.top")
+
+
+def sign_out(page: Any) -> None:
+    """Return when the service has answered: a page that is left earlier takes the request with it."""
+    page.click("text=Sign out")
+    page.wait_for_selector("#key")
 
 
 def views(town: Town) -> list[str]:
