@@ -4,6 +4,7 @@ far above what a machine takes that is busy with others."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,9 @@ LEAST_SECONDS = 20.0
 """Of an upper bound. What is wrong takes longer, or has no end; else a test counts work, or moves a clock itself."""
 
 CLOCKS = ("monotonic()", "perf_counter()")
+
+REQUESTS = re.compile(r"httpx\.(get|post|put|patch|delete|head|options|request|stream|Client|AsyncClient)")
+"""Calls of httpx, which waits five seconds for an answer unless it is given a time."""
 
 
 def bounds(source: str) -> Iterator[tuple[int, float]]:
@@ -40,6 +44,41 @@ def test_no_test_bounds_the_time_of_the_clock_closely() -> None:
         if seconds < LEAST_SECONDS
     }
     assert found == set()
+
+
+def impatient(source: str) -> Iterator[tuple[int, str]]:
+    """The line and the text of each request that waits as long as httpx does by default, and of each wait for a time
+    instead of an event of the page."""
+    for node in ast.walk(ast.parse(source)) if "httpx." in source or "wait_for_timeout" in source else ():
+        if isinstance(node, ast.Call):
+            called, named = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
+            short = REQUESTS.fullmatch(called) and not named & {"timeout", "transport", None}
+            if short or called.endswith(".wait_for_timeout"):
+                yield node.lineno, called
+
+
+def test_no_test_takes_a_short_time_for_the_end_of_a_wait() -> None:
+    found = {
+        f"{path.relative_to(TESTS)}:{line}: {text}"
+        for path in TESTS.rglob("*.py")
+        for line, text in impatient(path.read_text(encoding="utf-8"))
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("httpx.get(url)", ["httpx.get"]),
+        ("httpx.get(url, timeout=60)", []),
+        ("with httpx.Client(base_url=url) as http: pass", ["httpx.Client"]),
+        ("httpx.AsyncClient(transport=routes)", []),
+        ("httpx.Client(**given)", []),
+        ("page.wait_for_timeout(300)", ["page.wait_for_timeout"]),
+    ],
+)
+def test_short_waits_are_found(line: str, text: list[str]) -> None:
+    assert [found for _, found in impatient(line)] == text
 
 
 @pytest.mark.parametrize(

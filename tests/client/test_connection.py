@@ -370,7 +370,8 @@ class Proxy(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.seen.append(self.path)
-        answer = httpx.get(self.path, headers={"X-API-Key": self.headers["Authorization"].split()[-1]}, trust_env=False)
+        headers = {"X-API-Key": self.headers["Authorization"].split()[-1]}
+        answer = httpx.get(self.path, headers=headers, trust_env=False, timeout=60)
         self.send_response(answer.status_code)
         self.send_header("Content-Length", str(len(answer.content)))
         self.end_headers()

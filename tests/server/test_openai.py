@@ -396,7 +396,8 @@ async def test_engines_that_cannot_change_logits_refuse_at_the_door(tmp_path: Pa
                     ):
                         await client.chat.completions.create(model=MODEL, messages=HELLO, **asked)  # type: ignore[call-overload]
                 assert (await client.chat.completions.create(model=MODEL, messages=HELLO)).choices
-                with able, httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}) as admin:
+                headers = {"X-API-Key": service.key}
+                with able, httpx.Client(base_url=service.url, headers=headers, timeout=60) as admin:
                     until(lambda: admin.get("/api/v1/workers").text.count('"serving"') == 2)
                     assert (await client.chat.completions.create(model=MODEL, messages=HELLO, top_p=0.5)).choices
 

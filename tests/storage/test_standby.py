@@ -8,10 +8,12 @@ import re
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import httpx
 import psutil
@@ -19,6 +21,7 @@ import pytest
 from sqlalchemy import select, text
 from tests.support.faces import ThreadedWorker, job, served, tokenizer, write_model
 from tests.support.storing import connected, new_database, running_postgres
+from tests.support.waiting import PATIENCE_SECONDS
 from typer.testing import CliRunner
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
@@ -31,6 +34,8 @@ from rookery.storage.models import GroupRow, VersionRow
 from rookery.storage.repositories import tenants
 
 STEPS = 5
+
+get = partial(httpx.get, timeout=PATIENCE_SECONDS)
 
 CUT = text(
     "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND database ="
@@ -48,7 +53,8 @@ def postgres() -> Iterator[str]:
 
 
 class Serving:
-    """A ``rookery serve`` process. ``url`` is set by :meth:`until`."""
+    """A ``rookery serve`` process, whose log is read as it comes: a full pipe would hold it up. ``url`` is set by
+    :meth:`until`."""
 
     def __init__(self, root: Path, name: str, database: str, **settings: str) -> None:
         self.data = root / name
@@ -60,18 +66,34 @@ class Serving:
         }  # fmt: skip
         command = [sys.executable, "-m", "rookery.cli", "serve"]
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        self._log: SimpleQueue[str] = SimpleQueue()
+        """Its lines that :meth:`until` has not read; an empty one is the end."""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as log:
+            for line in log:
+                self._log.put(line)
+        self._log.put("")
 
     def until(self, line: str) -> None:
-        """Wait for a line of its log. What it logs later waits in the pipe, which has room for a thousand lines."""
-        assert self.process.stderr is not None
+        """Wait for a line of its log."""
         shown = []
-        while found := self.process.stderr.readline():
+        while found := self._next_line():
             shown.append(found)
             if address := re.search(r"https?://[\d.]+:\d+", found):
                 self.url = address[0]
             if line in found:
                 return
         raise AssertionError("".join(shown))
+
+    def _next_line(self) -> str:
+        """Empty at the end, and after a long silence."""
+        try:
+            return self._log.get(timeout=PATIENCE_SECONDS)
+        except Empty:
+            return ""
 
     def kill(self) -> None:
         self.process.kill()
@@ -105,8 +127,8 @@ def test_a_standby_takes_over_from_a_killed_service(postgres: str, tmp_path: Pat
             before = [row.step for row, _ in zip(submitted.metrics(), range(STEPS), strict=False)]
             first.kill()
         second.until("Rookery serves")
-        assert httpx.get(f"{second.url}/healthz").json()["status"] == "ok"
-        assert httpx.get(f"{second.url}/readyz").json()["status"] == "ready"
+        assert get(f"{second.url}/healthz").json()["status"] == "ok"
+        assert get(f"{second.url}/readyz").json()["status"] == "ready"
         client = opened.enter_context(Client(second.url, (second.data / "admin.key").read_text().strip()))
         again = client.job(submitted.id)
         committed = again.show().step
@@ -125,7 +147,7 @@ def test_a_standby_under_attack_takes_over_at_once(postgres: str, tmp_path: Path
     with ExitStack() as opened:
         first = opened.enter_context(serving(tmp_path, "one", url))
         first.until("Rookery serves")
-        second = opened.enter_context(serving(tmp_path, "two", url, ROOKERY_STOP_SECONDS="100"))
+        second = opened.enter_context(serving(tmp_path, "two", url, ROOKERY_STOP_SECONDS="3600"))
         second.until("standby at")
         address = httpx.URL(second.url)
         for _ in range(50):
@@ -139,21 +161,19 @@ def test_a_standby_under_attack_takes_over_at_once(postgres: str, tmp_path: Path
             with suppress(OSError):
                 for _ in range(12):  # each response repeats the path
                     deaf.sendall(b"GET /%0A" + b"x" * 50_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n")
-        large = httpx.post(f"{second.url}/api/v1/datasets", content=bytes(1 << 20))
+        large = httpx.post(f"{second.url}/api/v1/datasets", content=bytes(1 << 20), timeout=PATIENCE_SECONDS)
         assert large.status_code == 503 and int(large.headers["Retry-After"]) > 0
         assert psutil.Process(second.process.pid).memory_info().rss < 300 << 20
-        began = time.monotonic()
         first.kill()
-        second.until("Rookery serves")
-        assert time.monotonic() - began < 60
-        assert httpx.get(f"{second.url}/healthz").json()["status"] == "ok"
+        second.until("Rookery serves")  # not after the time that connections have to end
+        assert get(f"{second.url}/healthz").json()["status"] == "ok"
 
 
 def check_standby(second: Serving, token: str) -> None:
     """It says that it is one, and refuses everything else, for which a client tries again."""
-    assert httpx.get(f"{second.url}/healthz").json()["status"] == "standby"
-    assert httpx.get(f"{second.url}/readyz").status_code == 503
-    answer = httpx.get(f"{second.url}/api/v1/jobs")
+    assert get(f"{second.url}/healthz").json()["status"] == "standby"
+    assert get(f"{second.url}/readyz").status_code == 503
+    answer = get(f"{second.url}/api/v1/jobs")
     assert answer.status_code == 503 and "standby" in answer.json()["error"]
     environment = {"ROOKERY_URL": second.url, "ROOKERY_DATA": str(second.data), "ROOKERY_MODELS": ""}
     assert "standby" in CliRunner().invoke(app, ["doctor"], env=environment).output

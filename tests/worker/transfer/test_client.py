@@ -408,7 +408,7 @@ class Peer:
             pass
 
     async def get(self, path: str, signature: str, **headers: str) -> httpx.Response:
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
             return await http.get(f"{self.url}{path}", headers={protocol.READ_HEADER: signature, **headers})
 
 
@@ -747,7 +747,10 @@ async def test_unpublished_artifact_is_read_to_its_end_by_running_readers(servic
     await peer.pull(service.ref(manifest, 1))
     path = f"/artifacts/{manifest.hash}/adapter_model.safetensors"
     headers = {protocol.READ_HEADER: peer.reads.sign(manifest.hash)}
-    async with httpx.AsyncClient(trust_env=False) as http, http.stream("GET", peer.url + path, headers=headers) as read:
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=60) as http,
+        http.stream("GET", peer.url + path, headers=headers) as read,
+    ):
         blocks = read.aiter_raw()
         received = await anext(blocks)
         peer.transfers.evict(manifest.hash)
