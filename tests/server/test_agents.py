@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -414,9 +413,13 @@ class Driver:
 
     def open(self) -> Any:
         until(lambda: self.job.show().state == "running")
-        opened = self.post("", wait=20)
-        assert opened.status_code == 200, opened.text
-        return Record(opened.json())
+
+        def opened() -> Record | None:
+            answer = self.post("", wait=20)
+            assert answer.status_code == 200, answer.text
+            return Record(answer.json()) if answer.json()["episode"] else None
+
+        return until(opened)
 
     def finish(self, episode: Any, reward: float = 1.0, **more: Any) -> httpx.Response:
         return self.post(f"/{episode.episode}/finish", reward=reward, **more)
@@ -488,7 +491,7 @@ def test_an_episode_has_the_address_that_its_program_used(driver: Driver) -> Non
     until(lambda: driver.job.show().state == "running")
     proxied = {"Host": "rookery.example.org", "X-Forwarded-Proto": "https"}
     path = f"/jobs/{driver.job.id}/episodes"
-    opened = driver.client.http.post(path, json={"wait": 20}, headers=proxied).raise_for_status().json()
+    opened = driver.client.http.post(path, json={"wait": 60}, headers=proxied).raise_for_status().json()
     base = f"https://rookery.example.org/agents/{opened['episode']}"
     assert (opened["base_url"], opened["token_url"]) == (f"{base}/v1", f"{base}/inference/v1")
 
@@ -883,31 +886,25 @@ def test_environments_of_other_kinds_have_no_episodes_to_open(client: Keyed) -> 
 
 # --- many -------------------------------------------------------------------------------------------------------------
 
-MOST_SECONDS = 0.005
-"""By which a call within an episode may be slower than a plain chat."""
+CALLS, MOST_TIMES = 150, 2.0
+"""As much as a plain chat may a call within an episode cost, which is recorded."""
 
 
 @pytest.mark.heavy
 def test_call_of_an_agent_costs_little_more_than_a_plain_chat(client: Keyed, service: EmbeddedService) -> None:
+    """In processor time of client, service and worker, which other work on the machine does not change."""
     driver = Driver(client, environment={"max_turns": 1000})
     with opened(driver) as (_, llm), OpenAI(base_url=f"{service.url}/v1", api_key=service.key) as plain:
-        found: dict[str, list[float]] = {"plain": [], "agent": []}
-        for _ in range(150):
+        found = {"plain": 0.0, "agent": 0.0}
+        for _ in range(CALLS):
             for name, face, model in (("plain", plain, MODEL), ("agent", llm, "main")):
-                began = time.perf_counter()
+                began = time.process_time()
                 ask(face, QUESTION, model=model)
-                found[name].append(time.perf_counter() - began)
-        said: list[Any] = ["a?"]
-        conversation = []
-        for _ in range(8):
-            began = time.perf_counter()
-            said += [ask(llm, *said).choices[0].message.to_dict(), "b?"]
-            conversation.append(time.perf_counter() - began)
+                found[name] += time.process_time() - began
     driver.job.cancel()
-    chat, call = (statistics.median(found[name]) for name in ("plain", "agent"))
-    print(f"plain {1000 * chat:.2f} ms, agent {1000 * call:.2f} ms, ratio {call / chat:.2f},"
-          f" in a conversation {1000 * statistics.median(conversation):.2f} ms")  # fmt: skip
-    assert call - chat < MOST_SECONDS
+    ratio = found["agent"] / found["plain"]
+    print(f"plain {1000 * found['plain'] / CALLS:.2f} ms, agent {1000 * found['agent'] / CALLS:.2f} ms: {ratio:.2f}")
+    assert ratio < MOST_TIMES
 
 
 @pytest.mark.heavy
