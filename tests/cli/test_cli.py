@@ -708,11 +708,11 @@ def started(alone: Path, *arguments: object, **variables: str) -> subprocess.Pop
 
 def ended(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
     """Ends a command by a signal; returns its exit code and output. Checks that its child processes have ended."""
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert children, "an environment host is a child process"
+    running = psutil.Process(process.pid)
+    children = waiting.until(lambda: running.children(recursive=True), "an environment host is a child process")
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert psutil.wait_procs(children, timeout=30)[1] == []
+    out, err = process.communicate(timeout=waiting.PATIENCE_SECONDS)
+    assert psutil.wait_procs(children, timeout=waiting.PATIENCE_SECONDS)[1] == []
     return process.returncode, out + err
 
 

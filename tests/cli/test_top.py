@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.faces import Reach, ThreadedWorker, job, served
+from tests.support.waiting import LOOK_SECONDS, PATIENCE_SECONDS
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
@@ -36,11 +38,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServic
 
 async def shown(pilot: Pilot[None], holds: Callable[[], bool]) -> None:
     """Wait until the screen shows something."""
-    for _ in range(600):
-        await pilot.pause(0.05)
-        if holds():
-            return
-    raise AssertionError("the screen did not show it within 30 s")
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not holds():
+            await pilot.pause(LOOK_SECONDS)
 
 
 def first_cells(app: TopScreen, table: str) -> list[str]:

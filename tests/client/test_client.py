@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import pytest
 from tests.support.faces import MODEL, Reach, ThreadedWorker, adapter_files, job, served
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 import rookery
@@ -575,8 +576,8 @@ def test_following_names_its_last_row_and_reports_a_rollback(tmp_path: Path, mon
 
 
 def test_following_resumes_after_the_service_restarts(tmp_path: Path) -> None:
-    with served(tmp_path) as first:
-        port = int(first.url.rsplit(":", 1)[1])
+    port = free_port()
+    with served(tmp_path, port=port) as first:
         client = Client(first.url, first.key)
         followed = client.submit(job())
         seen: list[str] = []

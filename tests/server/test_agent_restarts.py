@@ -18,7 +18,7 @@ from tests.server.test_agents import JOB, Driver, Keyed, Recording, Twice, ask, 
 from tests.storage.test_standby import Serving
 from tests.support.faces import served, tokenizer, write_model
 from tests.support.ports import free_port
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_SECONDS, until
 
 import rookery
 from rookery import protocol
@@ -127,7 +127,7 @@ def test_a_call_waits_for_another_worker(tmp_path: Path) -> None:
             waiting = pool.submit(ask, llm, "b?")
             until(lambda: len(worker.asked) == 2)
         with Recording.of(service):
-            assert waiting.result(30).choices[0].message.content in ("4", "five")
+            assert waiting.result(PATIENCE_SECONDS).choices[0].message.content in ("4", "five")
             assert driver.finish(episode).status_code == 200
         assert len(driver.read(episode).turns) == 2
         driver.job.cancel()
@@ -175,6 +175,16 @@ def runs(http: httpx.Client, job: str) -> None:
     until(lambda: http.get(f"/jobs/{job}").json()["state"] == "running")
 
 
+def opened(http: httpx.Client, job: str) -> dict[str, Any]:
+    """An episode of the job."""
+
+    def found() -> dict[str, Any] | None:
+        answer: dict[str, Any] = http.post(f"/jobs/{job}/episodes", json={"wait": 30}).raise_for_status().json()
+        return answer if answer["episode"] else None
+
+    return until(found)
+
+
 def advances(job: rookery.Job, steps: int) -> None:
     until(lambda: len(list(job.metrics(follow=False))) >= steps)
 
@@ -195,7 +205,7 @@ def test_killed_service_loses_nothing_of_an_agents_episode(tmp_path: Path) -> No
                 spec = {"name": "killed", **JOB, "environment": {"id": "agent", "rows": rows}}
                 job = http.post("/jobs", json=spec).raise_for_status().json()["id"]
                 runs(http, job)
-                episode = http.post(f"/jobs/{job}/episodes", json={"wait": 30}).json()
+                episode = opened(http, job)
             assert episode is not None
             with OpenAI(base_url=episode["base_url"], api_key=episode["key"], max_retries=12) as llm:
                 said = [message for pair in reads for message in pair]

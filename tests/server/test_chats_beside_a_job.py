@@ -16,9 +16,11 @@ from tests.support.waiting import until
 import rookery
 
 CLIENTS, CHOICES = 6, 8
+PATIENCE = 240.0
 
 
 @pytest.mark.heavy
+@pytest.mark.timeout(4 * PATIENCE)
 @pytest.mark.parametrize("same_tenant", [False, True], ids=["another tenant's job", "the tenant's own job"])
 def test_chats_with_several_choices_and_a_training_job_both_progress(same_tenant: bool, tmp_path: Path) -> None:
     place_model(tmp_path)
@@ -29,11 +31,11 @@ def test_chats_with_several_choices_and_a_training_job_both_progress(same_tenant
         job = rookery.Client(service.url, keys[0]).submit(
             job_of_texts(MODEL, 100_000) | {"sampling": {"max_tokens": 16}}
         )
-        until(lambda: job.show().step > 0, "the job has trained a step", patience=120)
+        until(lambda: job.show().step > 0, "the job has trained a step", patience=PATIENCE)
         headers = {"Authorization": f"Bearer {keys[0 if same_tenant else 1]}"}
 
         def chat(_: int) -> None:
-            with httpx.Client(base_url=service.url, headers=headers, timeout=120) as http:
+            with httpx.Client(base_url=service.url, headers=headers, timeout=PATIENCE) as http:
                 while not over.is_set():
                     body = {"model": MODEL, "messages": [message], "max_tokens": 16, "n": CHOICES}
                     done[http.post("/v1/chat/completions", json=body).status_code] += 1
@@ -42,14 +44,14 @@ def test_chats_with_several_choices_and_a_training_job_both_progress(same_tenant
             chats = [clients.submit(chat, number) for number in range(CLIENTS)]
             try:
                 before = job.show().step
-                until(lambda: done[200] >= 3 * CLIENTS, lambda: f"chats: {done}", patience=120)
+                until(lambda: done[200] >= 3 * CLIENTS, lambda: f"chats: {done}", patience=PATIENCE)
                 if not same_tenant:  # of one tenant, its chats go first as long as they are late
-                    until(lambda: job.show().step > before + 1, "the job trains beside the chats", patience=120)
+                    until(lambda: job.show().step > before + 1, "the job trains beside the chats", patience=PATIENCE)
             finally:
                 over.set()
             for one in chats:
-                one.result(120)
+                one.result(PATIENCE)
         assert set(done) == {200}
         before = job.show().step
-        until(lambda: job.show().step > before + 1, "the job trains after the chats", patience=120)
+        until(lambda: job.show().step > before + 1, "the job trains after the chats", patience=PATIENCE)
         job.cancel()

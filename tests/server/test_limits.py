@@ -1374,7 +1374,7 @@ async def test_a_key_that_is_revoked_while_it_is_read_opens_nothing() -> None:
         def read(self, function: Any, name: str, *given: Any) -> Any:
             found = next(iter(row), None)
             begun.set()
-            assert free.wait(10)
+            assert free.wait(60)
             return found
 
     keys = Keys(cast(Database, Reads()), SystemClock())
@@ -1399,7 +1399,7 @@ async def test_stored_keys_of_agents_are_read_apart_and_charged_to_the_request()
             if function is not jobs.find_episode:
                 return KeyRow(hash=name, tenant="alice", label="", created=0.0, role="tenant")
             begun.set()
-            assert free.wait(10)
+            assert free.wait(60)
             return standing
 
     keys = Keys(cast(Database, Reads()), SystemClock())

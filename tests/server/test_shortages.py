@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support import waiting
 from tests.support.faces import ThreadedWorker, job, tokenizer, write_model
 
 from rookery.client import Client, Job
@@ -78,6 +79,22 @@ def until(job: Job, holds: Callable[[str, int], bool]) -> None:
                     return
 
 
+def exhaust(pid: int, kind: int, limit: Callable[[int], int], job: Job) -> None:
+    """Lower a limit until the job is paused. A process that has many descriptors open at the first look would else keep
+    as many as it needs."""
+    most = limit(pid)
+
+    def paused() -> bool:
+        nonlocal most
+        most = min(most, limit(pid))
+        resource.prlimit(pid, kind, (most, resource.prlimit(pid, kind)[1]))
+        with suppress(Unavailable, StorageFull):
+            return bool(job.show().state == "paused")
+        return False
+
+    waiting.until(paused, "it does not run out")
+
+
 def goes_on(job: Job) -> None:
     """It trains further steps."""
     before = job.show().step
@@ -100,8 +117,7 @@ def test_job_waits_for_the_exhausted_resource_and_resumes_by_itself(
         running = client.submit(job(stop={"steps": 100_000}))
         until(running, lambda state, step: step >= 2)
         before = resource.prlimit(served.pid, kind)
-        resource.prlimit(served.pid, kind, (limit(served.pid), before[1]))
-        until(running, lambda state, step: state == "paused")
+        exhaust(served.pid, kind, limit, running)
         resource.prlimit(served.pid, kind, before)
         goes_on(running)
 

@@ -203,8 +203,7 @@ def test_real_workers_join_while_trainers_wait_and_leave_after_the_job(tmp_path:
             sampling={"max_tokens": 400},
             stop={"steps": 10_000},
         )
-        until(lambda: look(client)[0] == 3, patience=240)
-        assert look(client)[1] == 3
+        until(lambda: look(client) == (3, 3), patience=240)
         job.cancel()
         until(lambda: look(client)[0] == 1)
         moves = [after - before for before, after in pairwise(sizes)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.support.peers import PATIENCE, eventually, settle
+from tests.support.processes import runs
 from tests.support.waiting import until
 
 from rookery.environments.foreign.pool import LibraryPool, LibraryProcesses
@@ -288,4 +289,4 @@ def test_children_of_a_process_end_with_it(tmp_path: Path, ended_by: str) -> Non
             process.end()
         case "kill":
             process.kill()
-    until(lambda: not Path(f"/proc/{child}").exists() or Path(f"/proc/{child}/stat").read_text().split()[2] == "Z")
+    until(lambda: not runs(child))

@@ -29,6 +29,7 @@ from tests.support.tinkered import (
     steps,
     trainer,
 )
+from tests.support.waiting import until
 from tinker import types
 
 from rookery.server.launcher import EmbeddedService
@@ -91,7 +92,7 @@ def test_restart_during_open_futures_and_a_gradient(root: Path, expected: list[f
         second = training.forward_backward(long, "cross_entropy")  # nothing for the gradient, but time to be computed
         step = training.optim_step(ADAM)
         sampler = training.save_weights_for_sampler("middle")
-        wait_for(lambda: open_requests(root / "restart") >= 2)
+        until(lambda: open_requests(root / "restart") >= 2, pause=0.005)
     with running(root, "restart", port) as service:
         assert service.key == key
         assert second.result(PATIENCE).metrics["loss:sum"] == 0.0
@@ -120,15 +121,6 @@ def test_worker_killed_during_a_gradient_changes_no_loss(service: EmbeddedServic
 def open_requests(data: Path) -> int:
     with sqlite3.connect(f"file:{data / 'rookery.db'}?mode=ro", uri=True) as database:
         return int(database.execute("select count(*) from futures where outcome is null").fetchone()[0])
-
-
-def wait_for(condition: object) -> None:
-    over = threading.Event()
-    for _ in range(2000):
-        if condition():  # type: ignore[operator]
-            return
-        over.wait(0.005)
-    raise AssertionError("it did not come about")
 
 
 def test_more_clients_than_slots_all_make_progress(root: Path) -> None:
