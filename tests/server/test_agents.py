@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import threading
 import time
@@ -18,7 +19,7 @@ import msgspec
 import openai
 import pytest
 from openai import OpenAI
-from tests.support.faces import MODEL, ThreadedWorker, served, tokenizer
+from tests.support.faces import MODEL, TEMPLATE, ThreadedWorker, served, tokenizer, write_model
 from tests.support.waiting import until
 
 import rookery
@@ -614,6 +615,26 @@ def test_calls_of_tools_keep_the_tokens_that_were_sampled(tmp_path: Path, call: 
             assert len(strips) == 2
             for strip in strips:
                 assert strip.tokens[: len(sampled)] == sampled and all(strip.mask[: len(sampled) + 1])
+
+
+def test_a_reply_is_continued_under_the_values_of_its_template_alone(tmp_path: Path) -> None:
+    config = write_model(tmp_path / "cache") / "tokenizer_config.json"
+    template = "{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}" + TEMPLATE
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
+    values: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    with served(tmp_path) as service, Recording.of(service), Keyed(service) as client:
+        driver = Driver(client)
+        with opened(driver) as (episode, llm):
+            first = ask(llm, "a?", **values).choices[0].message.to_dict()
+            ask(llm, "a?", first, "b?", **values)
+            ask(llm, "a?", first, "c?")
+            assert driver.finish(episode).status_code == 200
+        strips = driver.read(episode).trajectories
+    texts = ["".join([*strip.prompt_texts, *strip.texts]) for strip in strips]
+    assert [("<no>" in text, "b?" in text, "c?" in text) for text in texts] == [
+        (True, True, False),
+        (False, False, True),
+    ]
 
 
 # --- keys, ends, faults -----------------------------------------------------------------------------------------------

@@ -498,6 +498,11 @@ def test_missing_version_is_refused(face: Open, suffix: str) -> None:
         ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
         ({"extra_body": {"top_k": -2}}, "top_k"),
         ({"extra_body": {"no_such_thing": 1}}, "no_such_thing"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "chat_template_kwargs"),
+        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
+        ({"extra_body": {"chat_template_kwargs": ["enable_thinking"]}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": 3}, "reasoning_effort"),
         ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
         ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
         (
@@ -576,7 +581,7 @@ def test_arguments_with_default_values_are_accepted(face: Open) -> None:
     answer = face.chat(
         top_p=1, frequency_penalty=0, presence_penalty=0, logit_bias={}, tools=[], tool_choice="none", user="ada",
         response_format={"type": "text"}, store=False, metadata={"a": "b"}, service_tier="auto", top_logprobs=0,
-        stream_options={"include_obfuscation": False},
+        stream_options={"include_obfuscation": False}, reasoning_effort="none",
         extra_body={"top_k": -1, "min_p": 0, "repetition_penalty": 1.0, "stop_token_ids": [], "bad_words": [],
                     "guided_regex": "", "best_of": 1, "echo": False, "priority": 0, "chat_template_kwargs": {}},
     )  # fmt: skip

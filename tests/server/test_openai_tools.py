@@ -463,7 +463,8 @@ def test_response_follows_its_format_and_is_incomplete_where_cut(small: tuple[Op
         ({"input": []}, "input"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"include": ["file_search_call.results"]}, "include"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"reasoning": "high"}, "reasoning"),
         ({"reasoning": ["high"]}, "reasoning"),
         ({"input": [*USER, {"role": "assistant", "content": "So", "tool_calls": [TOOL]}, *USER]}, "input.1.tool_calls"),
@@ -503,7 +504,8 @@ WHOLE: list[tuple[str, type[OpenAIModel], dict[str, Any]]] = [
                   {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
                   {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "3"}]}],
         "tools": [TOOL], "tool_choice": {"type": "function", "name": "add"}}),
-    ("/v1/responses", ResponsesRequest, {"input": "x", "stream": True, "stream_options": {}, "text": {"format": FORM}}),
+    ("/v1/responses", ResponsesRequest, {
+        "input": "x", "stream": True, "stream_options": {}, "text": {"format": FORM}, "reasoning": {}}),
     ("/inference/v1/generate", TokenRequest, {"token_ids": [1], "sampling_params": {"stream_options": {}}}),
     ("/v1/chat/completions", ChatRequest, {
         "messages": USER, "tools": [ADD],

@@ -168,6 +168,36 @@ def test_the_same_text_and_tokens_as_transformers(
         assert chat.decode(tokens) == theirs.decode(tokens, skip_special_tokens=True)
 
 
+def test_a_template_gets_the_values_that_it_reads(chats: dict[str, Chat], reference: Callable[[str], Any]) -> None:
+    read = {family: sorted(chat.values) for family, chat in chats.items() if chat.values}
+    assert read == {"qwen3": ["enable_thinking"], "mistral": ["system_message"]}
+    chat, theirs, messages = chats["qwen3"], reference("qwen3"), CONVERSATIONS[1]
+    plain = chat.conversation(messages)
+    for value, differs in ((True, False), (False, True)):
+        tokens = theirs.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, enable_thinking=value
+        )
+        assert chat.conversation(messages, values={"enable_thinking": value}) == tokens and (tokens != plain) == differs
+
+
+@pytest.mark.parametrize(
+    ("template", "values"),
+    [
+        ("{{ messages[0]['content'] }}{{ bos_token }}{{ raise_exception and strftime_now and range(3) }}", set()),
+        ("{% if thinking is defined and thinking %}a{% endif %}{{ builtin }}", {"thinking", "builtin"}),
+        ("{% if date is not defined %}{% set date = 'now' %}{% endif %}{{ date }}", {"date"}),
+        ("{% for message in messages %}{% set text = message %}{{ text }}{% endfor %}{{ text }}", set()),
+        ("{% macro show(part) %}{{ part }}{{ deep }}{% endmacro %}{% generation %}{{ inside }}{% endgeneration %}",
+         {"deep", "inside"}),
+        ("{% set ns = namespace(last='') %}{{ ns.last }}{% set whole %}x{% endset %}{{ whole }}{{ tools }}", set()),
+    ],
+)  # fmt: skip
+def test_values_are_names_that_a_template_takes_from_outside(template: str, values: set[str]) -> None:
+    words = byte_level(["<|im_end|>"], [])
+    chat = Chat(words, template, special={"bos_token": "<|im_end|>"}, ends=[], context=64)
+    assert chat.values == values
+
+
 @settings(max_examples=examples(60))
 @given(text=st.text(max_size=60))
 @pytest.mark.parametrize("family", ["chatml", "mistral"])

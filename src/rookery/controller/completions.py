@@ -37,7 +37,7 @@ from rookery.errors import RookeryError, Unavailable, UserError, short
 from rookery.scheduling.slo import parse_objectives
 from rookery.storage.repositories import jobs, sessions, tenants, versions
 from rookery.storage.store import every
-from rookery.tokenization.chat import Chat, Message, read_tokens
+from rookery.tokenization.chat import NO_VALUES, Chat, Message, read_tokens
 
 SEED_BITS = 48
 """Size of a seed that is drawn here."""
@@ -93,9 +93,10 @@ class Completions:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         opening: str = "",
+        values: Mapping[str, Any] = NO_VALUES,
     ) -> PreparedPrompt:
         """:func:`prepare_prompt`."""
-        return prepare_prompt(target, chat, source, tools, opening=opening)
+        return prepare_prompt(target, chat, source, tools, opening=opening, values=values)
 
     def trainable(self, target: Target, temperature: float | None, logits: protocol.LogitsParams | None) -> bool:
         """Whether tokens that are sampled so could be trained on."""

@@ -14,7 +14,7 @@ from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.rollout.request import GenerationFailed, SamplingResult
 from rookery.controller.targets import Target
 from rookery.errors import UserError
-from rookery.tokenization.chat import Chat, Message, PromptTooLong, check_letters
+from rookery.tokenization.chat import NO_VALUES, Chat, Message, PromptTooLong, check_letters
 from rookery.tokenization.detokenizer import StreamingText
 from rookery.tokenization.grammar import NOT_FOLLOWED, REPLY_FAILED
 from rookery.tokenization.token_ids import shared_ids
@@ -69,9 +69,10 @@ def prepare_prompt(
     tools: Sequence[Mapping[str, Any]] = (),
     *,
     opening: str = "",
+    values: Mapping[str, Any] = NO_VALUES,
 ) -> PreparedPrompt:
-    """``source`` is a conversation (with ``tools``, and the ``opening`` of its reply), a text to complete, or its
-    token ids. Raises :class:`UserError`."""
+    """``source`` is a conversation (with ``tools``, the ``opening`` of its reply, and further ``values`` of the
+    template), a text to complete, or its token ids. Raises :class:`UserError`."""
     check_letters(chat, source, tools)
     if isinstance(source, str):
         prompt = chat.encode(source)
@@ -82,7 +83,7 @@ def prepare_prompt(
             raise UserError(f"the prompt has the token id {unknown}, which {target.model} does not have")
     else:
         messages = [dict(message) for message in source if isinstance(message, Mapping)]
-        prompt = chat.conversation(messages, tools, opening=opening)
+        prompt = chat.conversation(messages, tools, opening=opening, values=values)
     if not prompt:
         raise UserError("the prompt is empty: an answer needs at least one token to follow")
     if len(prompt) >= chat.context:
@@ -125,6 +126,7 @@ class Sampling(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         opening: str = "",
+        values: Mapping[str, Any] = NO_VALUES,
     ) -> PreparedPrompt: ...
 
     def trainable(self, target: Target, temperature: float | None, logits: protocol.LogitsParams | None) -> bool: ...

@@ -6,7 +6,7 @@ requests the default behaviour.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -452,6 +452,8 @@ class ChatRequest(CompletionOptions):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: the first call only")
     response_format: ReplyFormat | None = Field(None, description="JSON, or JSON of a schema")
+    reasoning_effort: Name | None = Field(None, description="none, or what the model's chat template reads")
+    chat_template_kwargs: SmallObject | None = Field(None, description="Values that the model's chat template reads")
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -461,6 +463,28 @@ class ChatRequest(CompletionOptions):
     @property
     def likeliest(self) -> int:
         return self.top_logprobs or 0
+
+    def template_values(self, read: Collection[str]) -> dict[str, Any]:
+        """The further values of the model's chat template, which reads those of the names ``read``. Raises
+        :class:`UnsupportedField` for others."""
+        given = self.chat_template_kwargs or {}
+        if unread := next((name for name in given if name not in read), None):
+            known = ", ".join(sorted(read)) or "none"
+            raise UnsupportedField(
+                f"chat_template_kwargs: {short(unread)} is not read by the model's chat template; it reads: {known}",
+                "chat_template_kwargs",
+            )
+        if not self.reasoning_effort:
+            return given
+        if "reasoning_effort" in read:
+            return {"reasoning_effort": self.reasoning_effort, **given}
+        if self.reasoning_effort != "none":
+            raise UnsupportedField(
+                "reasoning_effort is not read by the model's chat template: leave it out, or give 'none'",
+                "reasoning_effort",
+                "unsupported_parameter",
+            )
+        return {"enable_thinking": False, **given} if "enable_thinking" in read else given
 
     @property
     def offered(self) -> list[ToolDefinition]:

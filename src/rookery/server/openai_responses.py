@@ -115,6 +115,12 @@ class TextOptions(OpenAIModel):
     format: TextFormatOption | None = None
 
 
+class ReasoningOptions(OpenAIModel):
+    effort: Name | None = Field(None, description="As reasoning_effort of a chat")
+    summary: Literal["auto", "none"] | None = Field(None, description="No effect: a reply has its reasoning as it is")
+    generate_summary: Literal["auto", "none"] | None = Field(None, description="No effect, as summary")
+
+
 class ResponseStreamOptions(OpenAIModel):
     include_obfuscation: bool | None = Field(None, description="No effect: nothing is obfuscated")
 
@@ -131,6 +137,7 @@ _OF_CHATS = (
     (r"logprobs$", "top_logprobs"),
     (r"(tools\.\d+)\.function(?=\.|$)", r"\1"),
     (r"tool_choice\.(function|allowed_tools)(?=\.|$)", "tool_choice"),
+    (r"reasoning_effort$", "reasoning.effort"),
 )
 """Arguments of a chat, as patterns, and what they are called here."""
 
@@ -147,6 +154,7 @@ class ResponsesRequest(OpenAIModel):
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     temperature: Annotated[Temperature, Field(le=10)] | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=LIKELIEST)
@@ -160,6 +168,11 @@ class ResponsesRequest(OpenAIModel):
     @property
     def logprobs(self) -> bool:
         return "message.output_text.logprobs" in (self.include or [])
+
+    @property
+    def effort(self) -> str | None:
+        given = self.reasoning.effort if self.reasoning is not None else None
+        return None if given == "auto" else given
 
     def as_chat(self) -> ChatRequest:
         """Raises :class:`UnsupportedField`."""
@@ -182,7 +195,7 @@ class ResponsesRequest(OpenAIModel):
             "top_p": self.top_p, "top_logprobs": self.top_logprobs, "logprobs": self.logprobs,
             "max_completion_tokens": self.max_output_tokens, "seed": self.seed, "stream": self.stream,
             "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": self._format(),
+            "response_format": self._format(), "reasoning_effort": self.effort,
             "tools": [{"type": "function", "function": {
                 "name": tool.name, "description": tool.description, "parameters": tool.parameters,
             }} for tool in self.tools or []] or None,
@@ -274,8 +287,6 @@ def _text(value: list[InputPart] | None, field: str) -> str:
 
 def _neutral(name: str, value: Any) -> bool:
     """Whether a further argument asks for what happens anyhow."""
-    if name == "reasoning":
-        return value is None or (isinstance(value, dict) and all(x in (None, "none", "auto") for x in value.values()))
     neutral = {"truncation": ("disabled",), "background": (False,), "service_tier": ("auto", "default")}
     return value is None or name in IGNORED or value in neutral.get(name, ())
 
@@ -300,7 +311,7 @@ class ResponsesFormat:
             "top_p": 1.0 if asked.top_p is None else asked.top_p, "max_output_tokens": asked.max_output_tokens,
             "tool_choice": choice.model_dump() if isinstance(choice, OpenAIModel) else choice or "auto",
             "tools": [tool.model_dump() for tool in asked.tools or []], "truncation": "disabled", "store": False,
-            "reasoning": {"effort": None, "summary": None}, "text": {"format": {"type": "text"}},
+            "reasoning": {"effort": asked.effort, "summary": None}, "text": {"format": {"type": "text"}},
         }  # fmt: skip
         if asked.text is not None and asked.text.format is not None:
             self._head["text"] = {"format": asked.text.format.model_dump(by_alias=True, exclude_none=True)}

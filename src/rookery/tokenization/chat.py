@@ -20,10 +20,12 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar, cast
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -46,9 +48,15 @@ Message = Mapping[str, Any]
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """The template of conversations with tools in the folder of a model that has a separate one."""
 
+GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Names in every template whose values the service gives."""
+
 _SENTINEL = "\ue000reply\ue001"
 """Placeholder for the reply, to find out what a template writes around one: private-use characters, no white space."""
 
+
+NO_VALUES: Mapping[str, Any] = MappingProxyType({})
+"""No further values of a template."""
 
 CHARACTERS_PER_TOKEN = 32
 """A text with more characters than this times the model's context is too long, and is refused before it is tokenized.
@@ -99,9 +107,13 @@ class Chat:
         self._lock = threading.Lock()
         self._added = tokenizer.get_added_tokens_decoder()
         self._tool_source = tool_template or template
+        environment = _environment(now)
         try:
-            self._template = _environment(now).from_string(template)
-            self._tool_template = _environment(now).from_string(self._tool_source)
+            self._template = environment.from_string(template)
+            self._tool_template = environment.from_string(self._tool_source)
+            read = _read_values(environment, template) | _read_values(environment, tool_template)
+            self.values = frozenset(read - GIVEN - self._special.keys() - environment.globals.keys())
+            """Names of the further values that the template reads, such as ``enable_thinking``."""
         except jinja2.TemplateError as error:
             raise UserError(f"the model's chat template is not valid: {_one_line(error)}") from None
         self.context = context
@@ -264,12 +276,19 @@ class Chat:
         return self.encode(self.render(messages))
 
     def conversation(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, opening: str = ""
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        opening: str = "",
+        values: Mapping[str, Any] = NO_VALUES,
     ) -> list[int]:
         """The prompt of a client's conversation, with ``tools``, calls and results as the template can write them
-        (:class:`ToolSupport`), and the ``opening`` of the reply. A conversation that ends with the assistant's text is
-        continued within it. Raises :class:`UserError` where the template cannot."""
+        (:class:`ToolSupport`), and the ``opening`` of the reply; ``values``: further ones of the template. A
+        conversation that ends with the assistant's text is continued within it. Raises :class:`UserError` where the
+        template cannot."""
         written, arguments = self.tools.adapt(messages, tools)
+        arguments = {**values, **arguments}
         last = written[-1] if written else {}
         if last.get("role") != "assistant" or not last.get("content"):
             return self.encode(self.render(written, **arguments) + opening)
@@ -306,10 +325,12 @@ class Chat:
         messages: Sequence[Message],
         index: int,
         tools: Sequence[Mapping[str, Any]] = (),
+        values: Mapping[str, Any] = NO_VALUES,
     ) -> list[int] | None:
-        """As :meth:`extend`, of a client's conversation with ``tools``, in which the reply is the message at ``index``:
-        calls count as written where the template writes the same calls, in whatever form."""
+        """As :meth:`extend`, of a client's conversation (:meth:`conversation`), in which the reply is the message at
+        ``index``: calls count as written where the template writes the same calls, in whatever form."""
         written, arguments = self.tools.adapt(messages, tools)
+        arguments = {**values, **arguments}
         reply = messages[index]
         content, calls = reply.get("content") or "", reply.get("tool_calls")
 
@@ -505,6 +526,17 @@ def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda layout: now().strftime(layout)
     return environment
+
+
+def _read_values(environment: jinja2.Environment, template: str) -> set[str]:
+    """Names whose values a template takes from outside: those that it reads and does not set, and of those that it sets
+    the ones for which it first tests whether they are defined."""
+    parsed = environment.parse(template)
+    read = jinja2.meta.find_undeclared_variables(parsed)
+    made = {name.name for name in parsed.find_all(jinja2.nodes.Name) if name.ctx != "load"}
+    tests = (test for test in parsed.find_all(jinja2.nodes.Test) if test.name in ("defined", "undefined"))
+    tested = {test.node.name for test in tests if isinstance(test.node, jinja2.nodes.Name)}
+    return read - (made - tested)
 
 
 def _templates_of(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:

@@ -32,7 +32,7 @@ from rookery.controller.rollout.request import GenerationFailed, SamplingResult
 from rookery.controller.targets import Target
 from rookery.environments.messages import readable
 from rookery.errors import NotFound, UserError, count_of, short
-from rookery.tokenization.chat import Chat, Message, PromptTooLong, check_letters
+from rookery.tokenization.chat import NO_VALUES, Chat, Message, PromptTooLong, check_letters
 from rookery.tokenization.tool_calls import called, message_key
 
 DIGEST_BYTES = 16
@@ -153,6 +153,7 @@ class AgentCalls:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         opening: str = "",
+        values: Mapping[str, Any] = NO_VALUES,
     ) -> PreparedCall:
         """As :func:`~rookery.controller.prompts.prepare_prompt`, with the sampled tokens of the replies that the
         conversation repeats."""
@@ -162,19 +163,19 @@ class AgentCalls:
             return PreparedCall(target, chat, plain.prompt, said, b"")
         check_letters(chat, source, tools)
         messages = [dict(message) for message in source if isinstance(message, Mapping)]
-        digests = _digests(target.model, messages, tools)
+        digests = _digests(target.model, messages, [*tools, values] if values else tools)
         known = next((n for n in range(len(messages), 0, -1) if digests[n] in self._histories), 0)
         prompt = None
         if known:
             index = self._histories[digests[known]]
             tokens, reply = self.tree.sequence(index), self.tree.turns[index]
             if known < len(messages):
-                prompt = chat.continuation(tokens, reply.tokens, messages, known - 1, tools)
+                prompt = chat.continuation(tokens, reply.tokens, messages, known - 1, tools, values)
             elif reply.finish == "length":  # the client asks for the rest of the reply
                 prompt = tokens
         if prompt is None:
             known = 0
-            prompt = prepare_prompt(target, chat, messages, tools, opening=opening).prompt
+            prompt = prepare_prompt(target, chat, messages, tools, opening=opening, values=values).prompt
         elif opening:
             prompt = [*prompt, *chat.encode(opening)]
         if len(prompt) >= chat.context:
@@ -393,9 +394,10 @@ def _digest(*parts: bytes) -> bytes:
     return found.digest()
 
 
-def _digests(model: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """The digests of a conversation's beginnings, from the empty one to the whole."""
-    found = [_digest(model.encode(), json.dumps(list(tools), sort_keys=True, default=str).encode())]
+def _digests(model: str, messages: Sequence[Message], around: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """The digests of a conversation's beginnings, from the empty one to the whole; ``around`` are the tools and the
+    values of its template."""
+    found = [_digest(model.encode(), json.dumps(list(around), sort_keys=True, default=str).encode())]
     for message in messages:
         calls = [called(call) for call in message.get("tool_calls") or ()]
         content = message.get("content") or ""

@@ -222,7 +222,8 @@ def _prepare_chat(
         )
     check_letters(chat, messages, tools)
     read_arguments(messages)
-    return source.prepare(target, chat, messages, tools, opening=opening)
+    values = options.template_values(chat.values)
+    return source.prepare(target, chat, messages, tools, opening=opening, values=values)
 
 
 def _readers(options: CompletionOptions, chat: Chat) -> Callable[[], CallReader | None]:
