@@ -260,6 +260,36 @@ def test_first_mistake_of_a_request_is_one_line(kind: type[schemas.TinkerRequest
     assert told.startswith(said) and "\n" not in told and "pydantic" not in told
 
 
+ASKED: dict[str, Any] = {
+    "sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [1, 2, 3]}]}, "sampling_params": {},
+}  # fmt: skip
+LOADED: dict[str, Any] = {"path": "tinker://x/weights/a", "model_id": "m", "seq_id": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole", "sent", "said"),
+    [
+        (schemas.OptimStepRequest, {"model_id": "m"}, {"optimizer_params": {"type": "adamw", "learning_rate": 0.1}},
+         "optimizer_params.learning_rate: not read"),
+        (schemas.LoadWeights, LOADED, {"optimizer_config": {"type": "adamw", "beta1": 0.5}},
+         "optimizer_config.beta1: not read"),
+        (schemas.LoadWeights, LOADED, {"session_id": "s"}, "session_id: only a new model takes it"),
+        (schemas.LoadWeights, LOADED, {"model_seq_id": 0}, "model_seq_id: only a new model takes it"),
+        (schemas.LoadWeights, LOADED, {"base_model": "b"}, "base_model: only a new model takes it"),
+        (schemas.LoadWeights, LOADED, {"user_metadata": {"a": 1}}, "user_metadata: only a new model takes it"),
+        (schemas.AsampleRequest, ASKED, {"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n: needs prompt_logprobs"),
+        (schemas.AsampleRequest, ASKED, {"target_prompt_logprobs": {"data": [1]}}, "target_prompt_logprobs: is not"),
+        (schemas.AsampleRequest, ASKED, {"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k: is not supported"),
+    ],
+)  # fmt: skip
+def test_a_field_that_nothing_would_read_is_refused_by_name(
+    kind: Any, whole: dict[str, Any], sent: dict[str, Any], said: str
+) -> None:
+    kind.parse(whole).operation()
+    with pytest.raises(UserError, match=f"^{said}"):
+        kind.parse({**whole, **sent}).operation()
+
+
 def test_mistake_in_an_optimizers_numbers_is_one_line() -> None:
     with pytest.raises(UserError, match=r"^adam_params.beta1: Input should be less than 1$"):
         schemas.OptimStepRequest(model_id="m", adam_params={"beta1": 2}).operation()

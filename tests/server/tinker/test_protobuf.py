@@ -201,6 +201,16 @@ def ratios(**changed: float) -> Any:
     return message
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_field_that_the_schema_does_not_have_is_refused(inside: bool) -> None:
+    """As of a newer SDK: it could change what the other fields mean. The parser would pass it over."""
+    message = request(2)
+    protobuf.forward_backward(protobuf.parse(message.SerializeToString(), 1000))
+    (message.data[1] if inside else message).MergeFromString(b"\xa2\x06\x01x")
+    with pytest.raises(UserError, match=rf"fields that SDK {protobuf.SUPPORTED} does not send"):
+        protobuf.forward_backward(protobuf.parse(message.SerializeToString(), 1000))
+
+
 @pytest.mark.parametrize("name", ["logprobs", "advantages"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_numbers_that_are_not_finite_are_refused_by_their_place(name: str, value: float) -> None:

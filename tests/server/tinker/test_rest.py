@@ -245,6 +245,14 @@ def test_metadata_of_any_type_hides_no_run(service: EmbeddedService, rest: tinke
         assert run in [row.training_run_id for row in rest.list_training_runs(limit=100).result(PATIENCE).training_runs]
 
 
+@pytest.mark.parametrize(("project", "warning"), [(None, None), ("", None), ("mine", "project_id has no effect")])
+def test_a_session_of_a_project_is_warned(service: EmbeddedService, project: str | None, warning: str | None) -> None:
+    asked = {"tags": [], "user_metadata": None, "sdk_version": tinker.__version__, "project_id": project}
+    url, headers = f"{service.url}/tinker/api/v1/create_session", {"X-API-Key": service.key}
+    made = httpx.post(url, headers=headers, json=asked, timeout=60).raise_for_status().json()
+    assert (made["warning_message"] or "").startswith(warning or "") and bool(made["warning_message"]) == bool(warning)
+
+
 def test_lists_refuse_what_would_choose_other_rows(service: EmbeddedService, rest: tinker.RestClient) -> None:
     with pytest.raises(tinker.BadRequestError, match="projects are not supported"):
         rest.list_training_runs(project_id="mine").result(PATIENCE)

@@ -29,6 +29,8 @@ UNSUPPORTED = {
     "billing": "there is no billing here",
     "create_custom_loss": "losses that run on the server are not supported: forward_backward_custom runs them here",
     "auth": "API keys are used as they are: there are no tokens to exchange",
+    "join_sampling_session": "copies of a sampling client number their requests themselves",
+    "retrieve_futures": "results are retrieved one at a time, by retrieve_future",
     "unload_model": "a model's slot is free when its session ends or rests: there is nothing to unload",
 }
 """By part of a path that a client may request: why it is not served, and what to do instead."""

@@ -47,7 +47,7 @@ TYPES: dict[type, str] = {
 @routes.post("/create_model")
 async def create_model(service: Service, owner: Owner, request: Request) -> Response:
     body = await schemas.CreateModelRequest.read(request)
-    schemas.check_optimizer(body.optimizer_config)
+    schemas.check_optimizer(body.optimizer_config, "optimizer_config")
     lora = body.lora_config
     if lora is None:
         raise UserError("lora_config: only LoRA training is supported")

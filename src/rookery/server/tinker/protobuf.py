@@ -181,7 +181,12 @@ def _varint(view: memoryview, at: int) -> tuple[int, int]:
 
 
 def forward_backward(message: Any) -> ForwardBackwardOperation:
-    """The operation that a ``ForwardBackwardRequest`` describes. Raises :class:`UserError`."""
+    """The operation that a ``ForwardBackwardRequest`` describes. Raises :class:`UserError`, also for a field that the
+    schema does not have: it could change the meaning of the others."""
+    size = message.ByteSize()
+    message.DiscardUnknownFields()
+    if message.ByteSize() != size:
+        raise UserError(f"the request has fields that SDK {SUPPORTED} does not send; use that version or an older one")
     name = message.loss_fn
     if name not in INPUTS:
         hint = (

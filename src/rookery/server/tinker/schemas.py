@@ -213,7 +213,7 @@ class OptimStepRequest(ModelRequest):
     optimizer_params: OptimizerConfig | None = None
 
     def operation(self) -> OptimStepOperation:
-        check_optimizer(self.optimizer_params)
+        check_optimizer(self.optimizer_params, "optimizer_params")
         given = self.adam_params or {}
         try:
             adam = AdamParams.model_validate(given)
@@ -280,16 +280,25 @@ class LoadWeights(TinkerRequest):
     weights_access_token: Line | None = None
 
     def operation(self) -> LoadState:
-        check_optimizer(self.optimizer_config)
+        check_optimizer(self.optimizer_config, "optimizer_config")
+        of_new = ("session_id", "model_seq_id", "base_model", "user_metadata")
+        given = next((name for name in of_new if getattr(self, name) is not None), "")
+        if given and self.model_id is not None:
+            raise UserError(f"{given}: only a new model takes it; leave it out, or leave model_id out")
         if self.weights_access_token is not None:
             raise UserError("weights_access_token: weights of other accounts cannot be read")
         return LoadState(path=self.path, optimizer=self.optimizer)
 
 
-def check_optimizer(optimizer: OptimizerConfig | None) -> None:
-    """Raises :class:`UserError` for an optimizer other than Adam."""
-    if optimizer is not None and optimizer.type != "adamw":
-        raise UserError(f"optimizer {optimizer.type!r} is not supported; use Adam (AdamParams)")
+def check_optimizer(optimizer: OptimizerConfig | None, field: str) -> None:
+    """Raises :class:`UserError` for an optimizer other than Adam, and for one with parameters, which nothing reads
+    here."""
+    if optimizer is None:
+        return
+    if optimizer.type != "adamw":
+        raise UserError(f"optimizer {short(optimizer.type)!r} is not supported; use Adam (AdamParams)")
+    if unread := next(iter(optimizer.model_extra or {}), ""):
+        raise UserError(f"{field}.{short(unread)}: not read; the parameters of Adam are in each adam_params")
 
 
 def check_ttl(seconds: float | None) -> float | None:
@@ -379,6 +388,8 @@ class AsampleRequest(TinkerRequest):
             prompt += chunk.tokens
         if not prompt:
             raise UserError("prompt: it needs at least one token")
+        if last is not None and not (self.prompt_logprobs or self.topk_prompt_logprobs):
+            raise UserError("prompt_logprobs_last_n: needs prompt_logprobs")
         if last is not None and last >= len(prompt):
             raise UserError(f"prompt_logprobs_last_n: the prompt has {count_of(len(prompt), 'token')}")
         scored = len(prompt) if last is None else last

@@ -89,9 +89,13 @@ async def create_session(service: Service, owner: Owner, request: Request, key: 
     row = await service.controller.sessions.create(
         owner.id, key, sdk_version=body.sdk_version, name=body.display_name or "", about=about
     )
-    warning = None
+    warnings = []
     if not supported(body.sdk_version):
-        warning = f"this server is tested with SDK {OLDEST} to {SUPPORTED}; yours is {body.sdk_version or 'unknown'}"
+        yours = body.sdk_version or "unknown"
+        warnings.append(f"this server is tested with SDK {OLDEST} to {SUPPORTED}; yours is {yours}")
+    if body.project_id:
+        warnings.append(f"project_id has no effect: {PROJECTS}")
+    warning = "; ".join(warnings) or None
     return json_response({"type": "create_session", "session_id": row.id, "warning_message": warning})
 
 
