@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +173,24 @@ def test_a_repeated_key_returns_its_job(called: Called) -> None:
         assert "no dataset" in refused.value.message
 
 
+@pytest.mark.parametrize("change", [{"seed": 5}, {"suffix": "b"}, {"metadata": {"a": "b"}}], ids=str)
+def test_a_key_of_another_job_is_refused(called: Called, change: dict[str, Any]) -> None:
+    jobs, key = called.client.fine_tuning.jobs, {"Idempotency-Key": f"of one job {change}"}
+    asked: dict[str, Any] = {"model": MODEL, "training_file": called.upload(), "extra_headers": key}
+    made = jobs.create(**asked)
+    with pytest.raises(openai.ConflictError, match="was used for another job") as refused:
+        jobs.create(**{**asked, **change})
+    assert refused.value.response.headers["x-should-retry"] == "false"
+    assert jobs.create(**asked).id == made.id
+
+
+def test_an_interval_of_evaluations_needs_rows_for_them(called: Called) -> None:
+    method: Any = {"type": "reinforcement", "reinforcement": {"grader": CHECK, "hyperparameters": {"eval_interval": 2}}}
+    with pytest.raises(openai.BadRequestError, match="needs a validation_file") as refused:
+        called.client.fine_tuning.jobs.create(model=MODEL, training_file=called.upload(), method=method)
+    assert refused.value.param == "method.reinforcement.hyperparameters.eval_interval"
+
+
 def test_a_job_starts_from_the_first_policy_of_a_job_with_several(called: Called) -> None:
     """That which answers by the job's own name, whatever the order of the names."""
     lora = {"rank": 4, "targets": ["q"]}
@@ -201,7 +222,8 @@ def test_fine_tuned_models_are_listed_by_their_names(called: Called) -> None:
 def test_every_response_has_the_tokens_that_a_job_trained_on(called: Called) -> None:
     asked = {"training_file": called.upload(), "extra_headers": {"Idempotency-Key": "counted"}}
     done, jobs = called.done(**asked), called.client.fine_tuning.jobs
-    assert done.trained_tokens is not None
+    rows = called.http.get(f"/../api/v1/jobs/job-{done.id.removeprefix('ftjob-')}/metrics").json()
+    assert done.trained_tokens == sum(row["tokens"] for row in rows) > 0
     (listed,) = [job for job in jobs.list() if job.id == done.id]
     again = jobs.create(model=MODEL, **asked)
     assert done.to_dict() == listed.to_dict() == again.to_dict()
@@ -288,11 +310,48 @@ def test_lists_and_calls_wait_for_no_file_that_hangs(called: Called) -> None:
     assert called.http.get(f"/files/{file}/content").content == ROWS.replace(b"\n", b" \n")
 
 
+def test_a_filter_that_a_list_does_not_have_is_refused(called: Called) -> None:
+    job = called.done().id
+    for path in (
+        "/files",
+        "/fine_tuning/jobs",
+        *(f"/fine_tuning/jobs/{job}/{name}" for name in ("events", "checkpoints")),
+    ):
+        assert called.http.get(path, params={"api-version": "2024-10-21"}).status_code == 200
+        refused = called.http.get(path, params={"status": "running"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "status"), refused.text
+
+
+def test_events_are_listed_to_the_first_in_one_order_of_time(called: Called) -> None:
+    """Whatever the size of a page, also where a clock was set back, and where steps and lines are of one moment."""
+    job, jobs = called.done().id, called.client.fine_tuning.jobs
+    before, id = len(list(jobs.list_events(job))), f"job-{job.removeprefix('ftjob-')}"
+    times = [float(number * 37 % 1009 // 4) for number in range(1300)]
+    with closing(sqlite3.connect(called.data / "rookery.db", timeout=60)) as database, database:
+        [tenant] = database.execute("SELECT tenant FROM jobs WHERE id = ?", (id,)).fetchone()
+        lines = [(tenant, id, time, "state", f"line {number}") for number, time in enumerate(times)]
+        steps = [(tenant, id, step, json.dumps({"step": step}), time) for step, time in enumerate(times[:1200], 1000)]
+        database.executemany("INSERT INTO events (tenant, job, time, kind, text) VALUES (?, ?, ?, ?, ?)", lines)
+        names = "tenant, job, step, metrics, time, version, policy"
+        database.executemany(f"INSERT INTO steps ({names}) VALUES (?, ?, ?, ?, ?, 1, '')", steps)
+    whole = list(jobs.list_events(job, limit=100))
+    assert len({event.id for event in whole}) == len(whole) == before + len(lines) + len(steps)
+    moments = [event.created_at for event in whole]
+    assert moments == sorted(moments, reverse=True)
+    kinds = [event.type for event in whole if event.created_at == int(times[5])]
+    assert kinds == sorted(kinds, key=lambda kind: kind != "metrics") and len({*kinds}) == 2
+    assert [event.id for event in jobs.list_events(job, limit=99)] == [event.id for event in whole]
+    for after, following in pairwise(whole[:9]):
+        assert jobs.list_events(job, limit=1, after=after.id).data[0].id == following.id
+
+
 def test_an_unknown_cursor_names_its_argument(called: Called) -> None:
     job = called.done().id
     jobs = called.client.fine_tuning.jobs
     for call in (
         lambda: jobs.list_events(job, after="ftevent-x"),
+        lambda: jobs.list_events(job, after=f"ftevent-{job.removeprefix('ftjob-')}-s999"),
+        lambda: jobs.list_events(job, after=f"ftevent-{job.removeprefix('ftjob-')}-e{10**17}"),
         lambda: jobs.checkpoints.list(job, after="ftckpt_x"),
         lambda: called.client.files.list(after="file-x"),
         lambda: called.client.files.list(after=f"file-{'0' * 64}"),

@@ -35,7 +35,7 @@ from rookery.controller.jobs.trajectory import decode_result, decode_turns
 from rookery.controller.sessions import operations
 from rookery.errors import UserError
 from rookery.storage import migrations
-from rookery.storage.columns import Base
+from rookery.storage.columns import Base, Page
 from rookery.storage.data_dir import hash_key
 from rookery.storage.db import Database
 from rookery.storage.migrations import HEAD
@@ -124,6 +124,9 @@ def check_rows(database: Database) -> None:
     assert [(row["step"], row["version"], row["reward"]) for row in rows] == [(1, 1, 2.25), (2, 2, 2.25)]
     rows = database.read(versions.steps, "alice", UNFINISHED)
     assert [(row["step"], row["version"], row["reward"]) for row in rows] == [(1, 1, 1.75), (2, 1, 2.75)]
+    latest = database.read(versions.latest_steps, "alice", UNFINISHED, Page(10))
+    assert [(row.step, row.time) for row in latest] == [(row["step"], row["time"]) for row in reversed(rows)]
+    assert rows[0]["time"] > 0
     assert database.read(jobs.get_job, "alice", FINISHED).counters["trajectory_splits"] == 0
     (policy,) = database.read(jobs.policies, "alice", UNFINISHED)
     stored = database.read(versions.versions, "alice", policy.id)

@@ -471,6 +471,9 @@ class AuthenticatedRoute(APIRoute):
     strict = True
     """Whether other parameters of the address than the route's are refused."""
 
+    passed = re.compile("(?!)")
+    """The names of those that are accepted all the same."""
+
     @staticmethod
     async def authenticate(request: Request) -> object:
         return await authenticate(request)
@@ -488,9 +491,10 @@ class AuthenticatedRoute(APIRoute):
         async def handler(request: Request) -> Response:
             await self.authenticate(request)
             unknown, twice = misused_parameters(request, known)
-            if unknown and self.strict:
+            refused = [name for name in unknown if not self.passed.fullmatch(name)] if self.strict else []
+            if refused:
                 raise RequestValidationError(
-                    [{"type": "extra_forbidden", "loc": ("query", name), "msg": ""} for name in unknown]
+                    [{"type": "extra_forbidden", "loc": ("query", name), "msg": ""} for name in refused]
                 )
             if twice:
                 line = "given twice; keep one of them"

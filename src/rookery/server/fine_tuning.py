@@ -29,7 +29,7 @@ from rookery.server.openai import UnsupportedField
 from rookery.server.responses import first_problem, named_steps
 from rookery.spec.fine_tuned import UNNAMED, fine_tuned_name
 from rookery.spec.policy import OptimizerSpec
-from rookery.storage.models import JobRow, UploadRow
+from rookery.storage.models import EventRow, JobRow, StepRow, UploadRow
 
 FILE, JOB, CHECKPOINT, EVENT = "file-", "ftjob-", "ftckpt_", "ftevent-"
 """Prefixes of ids."""
@@ -287,6 +287,9 @@ def job_of(given: JobCreate, start: Start | None = None) -> dict[str, Any]:
         job["sampling"] = {"max_tokens": REPLY_TOKENS}
         if evaluation:
             evaluation["every"] = _or(numbers.eval_interval, 0)
+        elif numbers.eval_interval is not None:
+            where = "method.reinforcement.hyperparameters.eval_interval"
+            raise UnsupportedField(f"{where}: needs a validation_file; give one, or leave this out", where)
     return job
 
 
@@ -342,8 +345,9 @@ def fine_tuning_job(view: JobView, trained_tokens: int | None) -> dict[str, Any]
     }  # fmt: skip
 
 
-def step_event(view: JobView, row: Mapping[str, Any]) -> dict[str, Any]:
+def step_event(view: JobView, step: StepRow) -> dict[str, Any]:
     """The event of a committed step."""
+    row = step.metrics
     shown = {"reward": "train mean reward", "loss": "training loss"}
     texts = [f"{text}={row[name]:.3f}" for name, text in shown.items() if row.get(name) is not None]
     data = {"step": row["step"], "total_steps": view.steps, "train_loss": row.get("loss")}
@@ -352,18 +356,28 @@ def step_event(view: JobView, row: Mapping[str, Any]) -> dict[str, Any]:
     total = f"/{view.steps}" if view.steps else ""
     return {
         "id": f"{EVENT}{view.id.removeprefix('job-')}-s{row['step']}", "object": "fine_tuning.job.event",
-        "created_at": int(row["time"]), "level": "info", "message": f"Step {row['step']}{total}, {', '.join(texts)}",
+        "created_at": int(step.time), "level": "info", "message": f"Step {row['step']}{total}, {', '.join(texts)}",
         "type": "metrics", "data": data,
     }  # fmt: skip
 
 
-def line_event(view: JobView, number: int, time: float, kind: str, text: str) -> dict[str, Any]:
+def line_event(view: JobView, line: EventRow) -> dict[str, Any]:
     """The event of a line in the job's log."""
-    level = "warn" if kind in ("warning", "no_signal") else "error" if text.startswith("failed") else "info"
+    level = "warn" if line.kind in ("warning", "no_signal") else "error" if line.text.startswith("failed") else "info"
     return {
-        "id": f"{EVENT}{view.id.removeprefix('job-')}-e{number}", "object": "fine_tuning.job.event",
-        "created_at": int(time), "level": level, "message": text, "type": "message", "data": {"kind": kind},
+        "id": f"{EVENT}{view.id.removeprefix('job-')}-e{line.id}", "object": "fine_tuning.job.event",
+        "created_at": int(line.time), "level": level, "message": line.text, "type": "message",
+        "data": {"kind": line.kind},
     }  # fmt: skip
+
+
+def event_number(view: JobView, id: str) -> tuple[str, int]:
+    """The kind that an event's id names, ``s`` for a step and ``e`` for a line, and its number. Raises
+    :class:`MissingObject`."""
+    found = re.fullmatch(rf"{EVENT}{view.id.removeprefix('job-')}-([se])({NUMBER.pattern})", id)
+    if found is None:
+        raise not_listed(id)
+    return found[1], int(found[2])
 
 
 def checkpoint(view: JobView, version: VersionView, loss: float | None) -> dict[str, Any]:
@@ -430,15 +444,10 @@ def grader_models(given: Any) -> list[str]:
     return named_models({"grader": given})
 
 
-def page_of(rows: Sequence[dict[str, Any]], after: str, limit: int, *, ends: bool = False) -> dict[str, Any]:
-    """A page of ``rows``, all in order. Raises :class:`MissingObject` for an ``after`` that is none of them."""
-    start = 0
-    if after:
-        start = next((at + 1 for at, row in enumerate(rows) if row["id"] == after), -1)
-        if start < 0:
-            raise not_listed(after)
-    data = rows[start : start + limit]
-    page: dict[str, Any] = {"object": "list", "data": data, "has_more": start + limit < len(rows)}
+def page_of(rows: Sequence[dict[str, Any]], limit: int, *, ends: bool = False) -> dict[str, Any]:
+    """The page with the first ``limit`` of ``rows``, of which one more shows that others follow."""
+    data = rows[:limit]
+    page: dict[str, Any] = {"object": "list", "data": data, "has_more": limit < len(rows)}
     if ends:
         page |= {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return page

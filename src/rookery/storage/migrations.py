@@ -22,7 +22,9 @@ from sqlalchemy import (
     Boolean,
     Column,
     Connection,
+    Double,
     Text,
+    bindparam,
     column,
     func,
     inspect,
@@ -187,10 +189,26 @@ def _revision_0004(op: Operations) -> None:
     op.drop_index("evaluations_by_time", "evaluations")
 
 
+def _revision_0005(op: Operations) -> None:
+    op.add_column("steps", Column("time", Double, nullable=False, server_default="0"))
+    steps = table("steps", column("job"), column("step"), column("metrics"), column("time"))
+    connection, jobs = op.get_bind(), table("jobs", column("id"))
+    filled = update(steps).where(steps.c.job == bindparam("of"), steps.c.step == bindparam("at"))
+    filled = filled.values(time=bindparam("seconds"))
+    for job in connection.execute(select(jobs.c.id)).scalars().all():
+        found = connection.execute(select(steps.c.step, steps.c.metrics).where(steps.c.job == job)).all()
+        times = ((step, json.loads(metrics).get("time", 0.0)) for step, metrics in found)
+        values = [{"of": job, "at": step, "seconds": seconds} for step, seconds in times]
+        if values:
+            connection.execute(filled, values)
+    op.create_index("steps_by_time", "steps", ["job", "time", "step"])
+
+
 REVISIONS: dict[str, Callable[[Operations], None]] = {
     "0002": _revision_0002,
     "0003": _revision_0003,
     "0004": _revision_0004,
+    "0005": _revision_0005,
 }
 """The change that leads to each later revision, in order."""
 

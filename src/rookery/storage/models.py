@@ -192,7 +192,7 @@ class StepRow(OwnedRow):
     """The metrics of one committed optimizer step of a job."""
 
     __tablename__ = "steps"
-    __table_args__ = (Index("steps_by_version", "job", "version"),)
+    __table_args__ = (Index("steps_by_version", "job", "version"), Index("steps_by_time", "job", "time", "step"))
 
     job: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     step: Mapped[Number]
@@ -203,6 +203,8 @@ class StepRow(OwnedRow):
     metrics: Mapped[dict[str, Any]]
     policy: Mapped[str] = mapped_column(default="")
     """The policy that took it; empty for the only policy of a job."""
+    time: Mapped[float] = mapped_column(default=0.0)
+    """When it was taken, Unix seconds; also among the metrics."""
 
 
 class EpisodeRow(OwnedRow, kw_only=True):

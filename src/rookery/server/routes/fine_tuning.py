@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -37,6 +38,7 @@ from rookery.server.fine_tuning import (
     checkpoint,
     checkpoint_version,
     dataset_of,
+    event_number,
     file_object,
     fine_tuning_id,
     fine_tuning_job,
@@ -59,15 +61,28 @@ from rookery.server.routes.jobs import DATASET_ROWS, IdempotencyKey
 from rookery.server.routes.openai import ERRORS, OpenAIRoute
 from rookery.spec.fine_tuned import CHECKPOINT_OF
 from rookery.spec.parsing import SpecError
-from rookery.storage.columns import LONGEST_PAGE, PAGE, Page
-from rookery.storage.models import JobRow, UploadRow
+from rookery.storage.columns import LONGEST_PAGE, PAGE, Page, find
+from rookery.storage.models import EventRow, JobRow, StepRow, UploadRow
 from rookery.storage.repositories import jobs, tenants, versions
 from rookery.turns import TENANT
 
-routes = APIRouter(prefix="/v1", route_class=OpenAIRoute, responses=ERRORS, tags=["fine-tuning"])
 
-FILES_LISTED, EVENTS_LISTED = 10_000, 1_000
-"""Most files of one page, and the newest log lines at which a list looks."""
+class FineTuningRoute(OpenAIRoute):
+    """A route that refuses unknown parameters of its address: most are lists, and a filter that is not read would leave
+    in one what it should leave out."""
+
+    strict = True
+    passed = re.compile(r"api-version|metadata(\[.*\])?", re.DOTALL)
+    """The version is Azure's. Metadata are read by the list of jobs."""
+
+
+routes = APIRouter(prefix="/v1", route_class=FineTuningRoute, responses=ERRORS, tags=["fine-tuning"])
+
+FILES_LISTED = 10_000
+"""Most files of one page."""
+
+BEFORE_ALL, AFTER_ALL = -1, 2**63 - 1
+"""Numbers that no step and no line of a log has."""
 
 After = Annotated[str, Query(max_length=200)]
 Limit = Annotated[int, Query(ge=1, le=100)]
@@ -213,10 +228,10 @@ async def _job(service: ServiceContext, tenant: str, name: str, field: str = "fi
     return view
 
 
-async def _shown(service: ServiceContext, view: JobView) -> dict[str, Any]:
-    """A job as every response shows it."""
+async def _shown(service: ServiceContext, tenant: str, view: JobView) -> dict[str, Any]:
+    """A job of this tenant as every response shows it."""
     done = view.state == "completed"
-    tokens = await service.context.store.read(versions.trained_tokens, view.tenant, view.id) if done else None
+    tokens = await service.context.store.read(versions.trained_tokens, tenant, view.id) if done else None
     return fine_tuning_job(view, tokens)
 
 
@@ -233,7 +248,7 @@ async def create_fine_tuning(service: Service, owner: Owner, given: JobCreate, k
         line = error.problems[0]
         param = _param_of(line, given)
         raise UnsupportedField(f"{param}: {line}", param) from None
-    return json_response(await _shown(service, view))
+    return json_response(await _shown(service, owner.id, view))
 
 
 async def _start(service: ServiceContext, tenant: str, model: str) -> Start | None:
@@ -294,53 +309,68 @@ async def list_fine_tunings(
         await request.state.pause()  # a filter that no job passes reads them all
     data = []
     for view in await service.controller.queries.views(owner.id, found[:limit]):
-        data.append(await _shown(service, view))
+        data.append(await _shown(service, owner.id, view))
         await request.state.pause()
     return json_response({"object": "list", "data": data, "has_more": len(found) > limit})
 
 
 @routes.get("/fine_tuning/jobs/{tuning}", response_model=dict[str, Any])
 async def show_fine_tuning(service: Service, owner: Owner, tuning: str) -> Response:
-    return json_response(await _shown(service, await _job(service, owner.id, tuning)))
+    return json_response(await _shown(service, owner.id, await _job(service, owner.id, tuning)))
 
 
 @routes.post("/fine_tuning/jobs/{tuning}/cancel", response_model=dict[str, Any])
 async def cancel_fine_tuning(service: Service, owner: Owner, tuning: str) -> Response:
     view = await _job(service, owner.id, tuning)
     await service.controller.cancel(owner.id, view.id)
-    return json_response(await _shown(service, await _job(service, owner.id, tuning)))
+    return json_response(await _shown(service, owner.id, await _job(service, owner.id, tuning)))
 
 
 @routes.post("/fine_tuning/jobs/{tuning}/pause", response_model=dict[str, Any])
 async def pause_fine_tuning(service: Service, owner: Owner, tuning: str) -> Response:
     view = await _job(service, owner.id, tuning)
     await service.controller.pause(owner.id, view.id)
-    return json_response(await _shown(service, await _job(service, owner.id, tuning)))
+    return json_response(await _shown(service, owner.id, await _job(service, owner.id, tuning)))
 
 
 @routes.post("/fine_tuning/jobs/{tuning}/resume", response_model=dict[str, Any])
 async def resume_fine_tuning(service: Service, owner: Owner, tuning: str) -> Response:
     view = await _job(service, owner.id, tuning)
     await service.controller.resume(owner.id, view.id)
-    return json_response(await _shown(service, await _job(service, owner.id, tuning)))
+    return json_response(await _shown(service, owner.id, await _job(service, owner.id, tuning)))
 
 
 @routes.get("/fine_tuning/jobs/{tuning}/events", response_model=dict[str, Any], dependencies=[room_for()])
 async def fine_tuning_events(
     service: Service, owner: Owner, tuning: str, after: After = "", limit: Limit = 20
 ) -> Response:
-    """The lines of the job's log and its steps, newest first."""
-    view, store = await _job(service, owner.id, tuning), service.context.store
-    lines = await store.read(tenants.events, owner.id, view.id, EVENTS_LISTED)
-    steps = await store.read(versions.steps, owner.id, view.id, view.step - EVENTS_LISTED)
+    """The lines of the job's log and its steps, the latest first; of one moment, the step before the line."""
+    view, read = await _job(service, owner.id, tuning), service.context.store.read
+    of_lines, of_steps = await _behind(service, owner.id, view, after) if after else ((), ())
+    lines = await read(tenants.latest_events, owner.id, view.id, Page(limit + 1, of_lines))
+    steps = await read(versions.latest_steps, owner.id, view.id, Page(limit + 1, of_steps))
 
     def page() -> dict[str, Any]:
-        events = [(row.time, line_event(view, row.id, row.time, row.kind, row.text)) for row in lines]
-        events += [(row["time"], step_event(view, row)) for row in steps]
+        events = [((row.time, 0, row.id), line_event(view, row)) for row in lines]
+        events += [((row.time, 1, row.step), step_event(view, row)) for row in steps]
         ordered = [event for _, event in sorted(events, key=lambda one: one[0], reverse=True)]
-        return page_of(ordered, after, limit)
+        return page_of(ordered, limit)
 
     return json_response(await service.encoders(page))
+
+
+async def _behind(service: ServiceContext, tenant: str, view: JobView, event: str) -> tuple[Cursor, Cursor]:
+    """Where the lines of a job and its steps continue behind the event of this id. Raises :class:`MissingObject`."""
+    kind, number = event_number(view, event)
+    read, of = service.context.store.read, {"tenant": tenant, "job": view.id}
+    row: StepRow | EventRow | None
+    if kind == "s":
+        row = await read(find, StepRow, **of, step=number)
+    else:
+        row = await read(find, EventRow, **of, id=number)
+    if row is None:
+        raise not_listed(event)
+    return (row.time, AFTER_ALL if kind == "s" else number), (row.time, number if kind == "s" else BEFORE_ALL)
 
 
 @routes.get("/fine_tuning/jobs/{tuning}/checkpoints", response_model=dict[str, Any])
@@ -350,7 +380,7 @@ async def fine_tuning_checkpoints(
     """The kept versions of the job's policy, newest first."""
     view, queries = await _job(service, owner.id, tuning), service.controller.queries
     if not view.policies:
-        return json_response(page_of([], "", limit, ends=True))
+        return json_response(page_of([], limit, ends=True))
     policy = view.policies[0]
     page = Page(limit + 1)
     if after:
@@ -358,7 +388,7 @@ async def fine_tuning_checkpoints(
             raise not_listed(after)
         page = Page(limit + 1, (version,))  # also where that is not kept any more
     rows = [checkpoint(view, *one) for one in await queries.checkpoints(owner.id, view.id, policy, page)]
-    return json_response(page_of(rows, "", limit, ends=True))
+    return json_response(page_of(rows, limit, ends=True))
 
 
 # --- graders ----------------------------------------------------------------------------------------------------------

@@ -253,6 +253,12 @@ def events(
     return page_of(connection, EventRow, (EventRow.id,), page, descending=True, **key)[::-1]
 
 
+def latest_events(connection: Connection, tenant: str, job: str, page: Page) -> list[EventRow]:
+    """A page of the events of a job in the order of their times and numbers, the latest first."""
+    order = (EventRow.time, EventRow.id)
+    return page_of(connection, EventRow, order, page, descending=True, tenant=tenant, job=job)
+
+
 def save_usage(
     connection: Connection, usage: Mapping[tuple[str, str], Any], fleet: Any, tokens: tuple[int, Mapping[str, int]]
 ) -> None:

@@ -149,6 +149,12 @@ def steps(
     return [{**row.metrics, "version": row.version} for row in found]
 
 
+def latest_steps(connection: Connection, tenant: str, job: str, page: Page) -> list[StepRow]:
+    """A page of the committed steps in the order of their times and numbers, the latest first."""
+    order = (StepRow.time, StepRow.step)
+    return page_of(connection, StepRow, order, page, descending=True, tenant=tenant, job=job)
+
+
 def trained_tokens(connection: Connection, tenant: str, job: str) -> int:
     """The tokens of all committed steps."""
     query = select(type_coerce(StepRow.metrics, JsonPart(("tokens",)))).filter_by(tenant=tenant, job=job)
@@ -451,7 +457,7 @@ def _check_head(connection: Connection, job: str | None, policy: str, lease: int
 def _step_row(tenant: str, job: str, version: int, metrics: Mapping[str, Any], policy: str) -> StepRow:
     return StepRow(
         job=job, step=metrics["step"], tenant=tenant, version=version, reward=metrics.get("reward"),
-        metrics=dict(metrics), policy=policy,
+        metrics=dict(metrics), policy=policy, time=metrics.get("time", 0.0),
     )  # fmt: skip
 
 
