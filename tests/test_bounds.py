@@ -198,8 +198,8 @@ def test_the_walk_finds_what_every_part_of_the_service_reads() -> None:
     found = {model.__name__ for model in SCHEMAS}
     assert {
         "JobSpec", "PolicySpec", "NewTenant", "ChatRequest", "ResponsesRequest", "TokenRequest", "EpisodeChat",
-        "EpisodeResponses", "EpisodeTokens", "JobCreate", "GraderValidate", "GraderRun", "AsampleRequest",
-        "OptimizerConfig", "JsonlOptions",
+        "EpisodeResponses", "EpisodeTokens", "DeployedChat", "DeployedCompletion", "JobCreate", "GraderValidate",
+        "GraderRun", "AsampleRequest", "OptimizerConfig", "JsonlOptions",
     } <= found  # fmt: skip
     assert {builtin.options for builtin in BUILTINS.values()} <= {*SCHEMAS}
     assert {route.path for route in ROUTES} >= {"/v1/fine_tuning/jobs", "/api/v1/secrets/{secret}", "/api/v1/usage"}

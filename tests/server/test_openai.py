@@ -612,7 +612,16 @@ def test_malformed_requests_and_unknown_paths_have_openais_format(face: Open) ->
     response = face.http.post("/v1/chat/completions", content=half, headers={"content-type": "application/json"})
     assert response.status_code == 400 and "half of one" in response.json()["error"]["message"]
     with pytest.raises(openai.NotFoundError, match="there are /v1/chat/completions"):
-        face.client.moderations.create(input="x")
+        face.client.get("/no/such/thing", cast_to=object)
+    for call, reason in (
+        (lambda: face.client.moderations.create(input="x"), "nothing is classified here"),
+        (lambda: face.client.batches.retrieve("x"), "requests are not collected"),
+        (lambda: face.client.responses.retrieve("resp_1"), "responses are not stored"),
+        (lambda: face.client.chat.completions.retrieve("chatcmpl-1"), "chats are not stored"),
+    ):
+        with pytest.raises(openai.NotFoundError, match=reason) as refused:
+            call()
+        assert refused.value.type == "invalid_request_error"
 
 
 # --- hanging up, stopping ---------------------------------------------------------------------------------------------

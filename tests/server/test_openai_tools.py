@@ -439,7 +439,9 @@ def test_response_follows_its_format_and_is_incomplete_where_cut(small: tuple[Op
     ("options", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
+        ({"input": [*USER, {"type": "item_reference", "id": "msg_1"}, *USER]}, "input.1"),
         ({"truncation": "auto"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [{"type": "function", "name": "a", "parameters": {"type": "banana"}}]}, "tools.0.parameters"),

@@ -244,9 +244,8 @@ def test_ids_of_another_tenant_answer_exactly_like_unknown_ones(town: Town, meth
         for action in ("pause", "resume", "cancel") if "{action}" in path else ("",):
             answers = []
             for given in (theirs, nobodys):
-                response = town.bob.request(
-                    method, path.format(**given, action=action), json={} if method == "POST" else None
-                )
+                asked = ASKED.get(path, {}) if method == "POST" else None
+                response = town.bob.request(method, path.format(**given, action=action), json=asked)
                 told = response.text
                 for name in NAMES:
                     told = told.replace(given[name], name)
@@ -263,6 +262,12 @@ def test_ids_of_another_tenant_answer_exactly_like_unknown_ones(town: Town, meth
 
 NAMES = ("job", "tenant", "digest", "ticket", "key", "upload")
 
+ASKED = {
+    "/openai/deployments/{deployment}/chat/completions": {"messages": [{"role": "user", "content": "2+2?"}]},
+    "/openai/deployments/{deployment}/completions": {"prompt": "2+2?"},
+}
+"""Bodies of the routes that read one before they look for the object of their path."""
+
 
 def ids(job: str, tenant: str, digest: str, ticket: str, key: str, upload: str) -> dict[str, str]:
     """The meaning of each parameter of a path. A parameter that is missing here is a new one: add its meaning."""
@@ -277,6 +282,7 @@ def ids(job: str, tenant: str, digest: str, ticket: str, key: str, upload: str) 
         "version": "1",
         "name": "adapter_config.json",
         "model": f"{job}@1",
+        "deployment": f"{job}@1",
         "path": f"jobs/{job}",
         "group": f"{job}-g0",
         "episode": f"{job}-g0-0",

@@ -22,6 +22,7 @@ from rookery.server.methods import RequestMethods
 from rookery.server.routes import (
     admin,
     agents,
+    azure,
     episodes,
     fine_tuning,
     gateway,
@@ -68,6 +69,7 @@ def build(context: ServiceContext) -> FastAPI:
         openai.routes,
         openai.token_routes,
         openai.unknown_paths("/v1", "/v1/files", "/v1/fine_tuning/jobs"),
+        azure.routes,
         agents.agent_routes,
         gateway.routes,
         usage.routes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
@@ -74,6 +75,9 @@ UPLOADS_AT_ONCE = 64
 
 API: tuple[KeyRole, ...] = ("tenant", "admin")
 """Roles whose keys may use the HTTP APIs."""
+
+KEY_HEADERS = ("X-API-Key", "api-key")
+"""Headers with a key where ``Authorization`` has none; the second is that of clients for Azure."""
 
 
 class FailedKeys:
@@ -429,7 +433,9 @@ def _open_request(service: ServiceContext, connection: HTTPConnection, tenant: s
 def _key_text(connection: HTTPConnection) -> str:
     """The key in a request's headers; empty without one."""
     scheme, _, key = connection.headers.get("Authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else connection.headers.get("X-API-Key", "")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    return next((given for name in KEY_HEADERS if (given := connection.headers.get(name))), "")
 
 
 def _key_hash(connection: HTTPConnection) -> str:
@@ -491,10 +497,10 @@ class AuthenticatedRoute(APIRoute):
         async def handler(request: Request) -> Response:
             await self.authenticate(request)
             unknown, twice = misused_parameters(request, known)
-            refused = [name for name in unknown if not self.passed.fullmatch(name)] if self.strict else []
-            if refused:
+            wrong = [name for name in unknown if not self.passed.fullmatch(name)] if self.strict else []
+            if wrong:
                 raise RequestValidationError(
-                    [{"type": "extra_forbidden", "loc": ("query", name), "msg": ""} for name in refused]
+                    [{"type": "extra_forbidden", "loc": ("query", name), "msg": ""} for name in wrong]
                 )
             if twice:
                 line = "given twice; keep one of them"

@@ -2,6 +2,8 @@
 
 * A slash at the end of a path makes no difference: a redirect would lose a client's key or body, and behind a proxy
   name the wrong scheme.
+* A path of Azure below ``/openai`` is the path of OpenAI below ``/v1``, except for those whose deployment names the
+  model (:mod:`rookery.server.routes.azure`).
 * HEAD is answered as GET without its body (RFC 9110, section 9.3.2), also on paths whose GET would stream without end.
 * A method that a path does not have is status 405 with the methods that it has, where another route, such as
   ``/v1/{path}`` or ``/jobs/{job}``, would take the request and find nothing; also below mounts.
@@ -25,6 +27,10 @@ UPGRADE = (
     "{path} takes WebSockets; a proxy before the service must pass on the headers Connection and Upgrade"
     " (nginx: proxy_http_version 1.1; proxy_set_header Upgrade $http_upgrade; proxy_set_header Connection upgrade)"
 )
+
+
+AZURE = re.compile("/openai/(v1/|deployments/[^/]+/)?(?=.)")
+"""The part of a path of Azure that stands for ``/v1/``."""
 
 
 class RequestMethods:
@@ -64,6 +70,8 @@ class RequestMethods:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if (azure := AZURE.match(scope["path"])) and not self._methods_of(scope["path"]):
+            scope = {**scope, "path": "/v1/" + scope["path"][azure.end() :]}
         path, method = scope["path"], "GET" if scope["method"] == "HEAD" else scope["method"]
         if path in self._sockets:
             response = error_response(426, UPGRADE.format(path=path), headers={"Upgrade": "websocket"})

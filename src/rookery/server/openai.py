@@ -72,7 +72,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Unsupported arguments with the values of each that request the default behaviour. Those of
 :data:`NOTHING` do so for all."""
 
-MEANT = {"functions": "give tools instead"}
+MEANT = {
+    "functions": "give tools instead",
+    "previous_response_id": "responses are not stored; send the whole conversation as input",
+    "conversation": "conversations are not stored; send the whole one as input",
+    "background": "leave it out, and wait for the response or stream it",
+}
 """Unsupported arguments that are what a request is about, with what to do instead."""
 
 IGNORED = {

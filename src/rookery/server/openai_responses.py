@@ -70,7 +70,9 @@ class InputItem(OpenAIModel):
     @model_validator(mode="before")
     @classmethod
     def _without_reasoning(cls, value: Any) -> Any:
-        """Items of reasoning have other forms and sizes, and are not read."""
+        """Items of reasoning have other forms and sizes, and are not read. There are no stored items."""
+        if isinstance(value, dict) and value.get("type") == "item_reference":
+            raise ValueError("an item_reference names a stored item, and none are stored; send the item itself")
         unread = isinstance(value, dict) and value.get("type") == "reasoning"
         return {"type": "reasoning"} if unread else value
 

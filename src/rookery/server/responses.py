@@ -63,7 +63,7 @@ LINE_SEPARATORS = {character.encode(): b"\\u%04x" % ord(character) for character
 """Characters that JSON leaves as they are and ``str.splitlines`` ends a line at, in UTF-8, and their escapes."""
 
 METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
-OPENAI_PATHS = re.compile("(/agents/[^/]+|/tinker/oai/api)?/(inference/)?v1/")
+OPENAI_PATHS = re.compile("(/agents/[^/]+|/tinker/oai/api)?/(inference/)?v1/|/openai/")
 """Paths whose errors have OpenAI's shape."""
 
 

@@ -31,6 +31,7 @@ from rookery.controller.prompts import CallOptions, PreparedPrompt, Sampling
 from rookery.controller.rollout.request import SamplingResult
 from rookery.controller.targets import Target
 from rookery.errors import NotFound, RookeryError, TooManyRequests, Unauthorized, Unavailable, UserError, shortage
+from rookery.server.absent_paths import absence
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext, make_room, room_for
 from rookery.server.bodies import off_loop
 from rookery.server.completion_formats import ChatFormat, Choice, ResponseFormat, TextFormat
@@ -242,6 +243,13 @@ def _readers(options: CompletionOptions, chat: Chat) -> Callable[[], CallReader 
 @routes.post("/completions", response_model=dict[str, Any])
 async def completions(service: Service, owner: Owner, request: Request, options: CompletionRequest) -> Response:
     """Continue texts or token ids as they are: no chat template, no added special tokens."""
+    return await complete_text(service, service.controller.completions, owner.id, request, options)
+
+
+async def complete_text(
+    service: ServiceContext, source: Sampling, owner: str, request: Request, options: CompletionRequest
+) -> Response:
+    """Texts of ``source``."""
     refuse_unsupported(options.unknown)
     if options.echo and options.stream:
         raise UnsupportedField("echo is not supported in a stream: leave stream out", "echo", "unsupported_parameter")
@@ -249,15 +257,14 @@ async def completions(service: Service, owner: Owner, request: Request, options:
         raise UnsupportedField("max_tokens: 0 asks for no answer; give 1 or more, or echo", "max_tokens")
     if options.best_of not in (None, options.n or 1):
         raise UnsupportedField("best_of is not supported: leave it out", "best_of", "unsupported_parameter")
-    source = service.controller.completions
-    target, chat = await source.open(owner.id, options.model)
+    target, chat = await source.open(owner, options.model)
     _limit_choices(options, len(options.prompts))
     prompts = await service.threads(_of_argument, "prompt", _prepare_texts, source, target, chat, options)
     form = TextFormat(
         service, options, target.name, logprobs=options.logprobs is not None, trainable=options.logits is None
     )
     limit = COMPLETION_TOKENS if options.max_tokens is None else options.max_tokens
-    return await _respond(service, source, owner.id, request, form, prompts, limit)
+    return await _respond(service, source, owner, request, form, prompts, limit)
 
 
 def _prepare_texts(source: Sampling, target: Target, chat: Chat, options: CompletionRequest) -> list[PreparedPrompt]:
@@ -363,18 +370,19 @@ async def show_model(service: Service, owner: Owner, model: str) -> Response:
 
 
 def unknown_paths(prefix: str, *others: str) -> APIRouter:
-    """Refuses every other path below ``prefix``, by one line that names the paths that there are: those of
-    :data:`routes` and ``others``. Comes after every other router."""
+    """Refuses every other path below ``prefix``, by one line with the reason, or else with the paths that there are:
+    those of :data:`routes` and ``others``. Comes after every other router."""
     paths = (route.path for route in routes.routes if isinstance(route, APIRoute))
     named = [*dict.fromkeys(path for path in paths if "{" not in path), *others]
-    there = ", ".join(named[:-1]) + f" and {named[-1]}"
+    there = f"there are {', '.join(named[:-1])} and {named[-1]}"
     unknown = APIRouter(prefix=prefix, route_class=OpenAIRoute)
 
     @unknown.api_route("/{path:path}", methods=[*METHODS], include_in_schema=False)
     async def unknown_path(owner: Owner, path: str) -> Response:
         if path == "embeddings":
             raise UserError("embeddings are not supported: the models here write text; use another service for them")
-        raise UnknownPath(f"nothing at {prefix}/{path}; there are {there}")
+        reason = absence(path)
+        raise UnknownPath(f"nothing at {prefix}/{path}: {reason}" if reason else f"nothing at {prefix}/{path}; {there}")
 
     return unknown
 
