@@ -150,6 +150,15 @@ class MemoryController(rookery.Environment):
         metrics = {"score": earned, "optimal": float(earned > 0.999), "valid": float(not self.wrong)}
         return rookery.Step(done=True, reward=earned, rewards=self.wrong, metrics=metrics)
 
+    def best_constant(self, prompts: Sequence[Any]) -> dict[str, rookery.BestConstant]:
+        """Each policy's choice of the best constant design, which earns this where the others choose theirs."""
+        design, earned = best_constant([Workload(**prompt) for prompt in prompts])
+        numbers = {group: NUMBERS[GROUPS[group].index(choice)] for group, choice in zip(GROUPS, design, strict=True)}
+        return {
+            group: rookery.BestConstant(reply=number, reward=earned, prompts=len(prompts))
+            for group, number in numbers.items()
+        }
+
 
 # --- searches that call the simulator as often ------------------------------------------------------------------------
 

@@ -259,6 +259,18 @@ def test_the_best_constant_design_is_below_the_optimum_and_above_any_other() -> 
     assert score == max(means) == means[DESIGNS.index(design)] and statistics.fmean(means) < score < 0.9
 
 
+def test_the_best_constant_of_each_policy_earns_what_the_environment_says() -> None:
+    environment = MemoryController()
+    prompts = list(environment.prompts("eval"))
+    constants = environment.best_constant(prompts)
+    policies = {group: always(constant.reply) for group, constant in constants.items()}
+    games = [play(environment, prompt, 0, policies) for prompt in prompts]
+    assert list(constants) == list(GROUPS)
+    for group, constant in constants.items():
+        assert constant.prompts == len(prompts)
+        assert constant.reward == pytest.approx(statistics.fmean(game.rewards[group] for game in games))
+
+
 @pytest.mark.parametrize("search", [memory_controller.random_search, memory_controller.hill_climbing])
 def test_searches_call_the_simulator_as_often_as_allowed_and_find_more_with_more(
     search: Callable[..., float],

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rookery.environments.base import Reply as Reply
     from rookery.environments.base import Step as Step
     from rookery.errors import RookeryError as RookeryError
+    from rookery.protocol import BestConstant as BestConstant
     from rookery.settings import Settings as Settings
     from rookery.spec.job import JobSpec as JobSpec
 
@@ -29,6 +30,7 @@ _NAMES = {
     "environments.agent": ("LLM", "Agent", "Outcome"),
     "environments.base": ("Environment", "Reply", "Step"),
     "errors": ("RookeryError",),
+    "protocol": ("BestConstant",),
     "settings": ("Settings",),
     "spec.job": ("JobSpec",),
 }

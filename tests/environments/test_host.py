@@ -26,7 +26,7 @@ from tests.support.peers import PATIENCE, settle
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.http11 import Request, Response
 
-from rookery import protocol
+from rookery import BestConstant, protocol
 from rookery.aio import cancel_all
 from rookery.environments.agent import LLM, Agent
 from rookery.environments.base import Environment, Reply, Split, Step
@@ -422,6 +422,41 @@ async def test_the_first_held_out_prompts_come_with_the_number_that_is_trained_o
         assert first.note.startswith("4 of 4 held-out prompts are training prompts too")
         later = await controller.ask(msgspec.structs.replace(prompts(start=2, count=2), split="eval"))
         assert not later.note and not (await controller.ask(prompts())).note
+
+
+class Known(faulty.Good):
+    """Its best constant is the number of the prompts that it gets."""
+
+    reads = 0
+
+    def prompts(self, split: Any) -> Any:
+        Known.reads += 1
+        return super().prompts(split)
+
+
+class Knows(Known):
+    def best_constant(self, prompts: Any) -> Any:
+        return {"a": BestConstant(reply=json.dumps(prompts[0]), reward=0.5, prompts=len(prompts))}
+
+
+class Unsure(faulty.Good):
+    def best_constant(self, prompts: Any) -> Any:
+        return prompts[0]
+
+
+async def test_the_best_constants_of_some_prompts_come_without_them() -> None:
+    """An environment that knows none is not asked for its prompts again."""
+    asked = msgspec.structs.replace(prompts(count=2), constant=True)
+    async with hosting(env=Known(4), knows=Knows(4), unsure=Unsure(4)) as controller:
+        reads = Known.reads
+        none = await controller.ask(msgspec.structs.replace(asked))
+        assert (none.constants, none.prompts, none.error) == ({}, [], "") and Known.reads == reads
+        found = await controller.ask(msgspec.structs.replace(asked, environment="knows"))
+        [constant] = found.constants.values()
+        assert found.constants == {"a": constant} and not found.prompts
+        assert (constant.reward, constant.prompts) == (0.5, 2)
+        wrong = await controller.ask(msgspec.structs.replace(asked, environment="unsure"))
+        assert "best_constant gave" in wrong.error and wrong.constants == {}
 
 
 async def test_a_call_sent_again_is_answered_from_memory_and_nothing_happens_twice() -> None:

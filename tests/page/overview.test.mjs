@@ -74,3 +74,10 @@ test("evaluations are listed by policy, the newest version first", () => {
   const found = sortedEvaluations([{ policy: "a", version: 0 }, { policy: "a", version: 10 }, { policy: "b", version: 9 }], ["b", "a"]);
   assert.deepEqual(found.map((one) => [one.policy, one.version]), [["b", 9], ["a", 10], ["a", 0]]);
 });
+
+test("each policy of a run has the reward of its best constant reply", () => {
+  const rows = [{ step: 1, version: 1, reward: 0 }], best = (reward) => ({ constant: { reward } }), dashed = (evaluations) => reward(rows, evaluations).filter(([label]) => label.endsWith("best constant reply"));
+  assert.deepEqual(dashed([{ policy: "a", version: 0, mean: 1, ...best(0.25) }]), [["best constant reply", [0.25]]]);
+  const policies = [{ policy: "a", version: 0, mean: 1, ...best(0.25) }, { policy: "b", version: 0, mean: 1, ...best(0.75) }, { policy: "c", version: 0, mean: 1, constant: null }];
+  assert.deepEqual(dashed(policies), [["a: best constant reply", [0.25]], ["b: best constant reply", [0.75]]]);
+});

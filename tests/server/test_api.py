@@ -212,11 +212,11 @@ def test_dry_run_shows_the_whole_job_and_three_prompts(faces: Faces) -> None:
     plan = faces.ada.post("/api/v1/jobs/dry-run", json=job()).json()
     assert plan["spec"]["algorithm"]["loss"]["name"] == "aipo" and len(plan["prompts"]) == 3
     assert "<|im_start|>assistant" in plan["prompts"][0]["text"]
-    assert plan["constant"] == {"reply": "4", "reward": 1, "prompts": 6}
+    assert plan["constants"] == {"main": {"reply": "4", "reward": 1, "prompts": 6}}
     rows = [{"prompt": f"{number}?", "answer": answer} for number, answer in enumerate("aabac")]
     environment = {"id": "jsonl", "rows": rows, "eval_last": 4, "verifier": "exact"}
     plan = faces.ada.post("/api/v1/jobs/dry-run", json=job(environment=environment, evaluation={"prompts": 3})).json()
-    assert plan["constant"] == {"reply": "a", "reward": pytest.approx(2 / 3), "prompts": 3}
+    assert plan["constants"] == {"main": {"reply": "a", "reward": pytest.approx(2 / 3), "prompts": 3}}
     assert len(faces.ada.get("/api/v1/jobs").json()) == before
 
 

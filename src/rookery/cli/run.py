@@ -221,11 +221,12 @@ def _plan(cli: Cli, client: Client, raw: dict[str, Any], folder: Path) -> int:
         show(f"warning: {line}")
     for number, prompt in enumerate(plan["prompts"], 1):
         show(f"--- prompt {number}, {count_of(prompt['tokens'], 'token')}\n{prompt['text']}")
-    if (constant := plan["constant"]) is not None:
-        where = "held-out" if plan["spec"]["evaluation"]["prompts"] else "training"
+    where = "held-out" if plan["spec"]["evaluation"]["prompts"] else "training"
+    for policy, constant in plan["constants"].items():
+        whose = f" of {policy}" if len(plan["spec"]["policies"]) > 1 else ""
         reply = jsons.dumps(constant["reply"], ensure_ascii=False)
         show(
-            f"best constant reply: {reply} earns {constant['reward']:.3f} on"
+            f"best constant reply{whose}: {reply} earns {constant['reward']:.3f} on"
             f" {count_of(constant['prompts'], f'{where} prompt')}"
         )
     return COMPLETED

@@ -393,9 +393,9 @@ class Controller:
         """The job with every default filled in, the warnings about it, three of its prompts as the policy would read
         them, and the reward of the best constant reply."""
         spec, _, warnings = await self._validator.check(tenant, data)
-        prompts, constant, notes = await self._validator.preview(tenant, spec)
+        prompts, constants, notes = await self._validator.preview(tenant, spec)
         whole = await self.context.threads(with_defaults, spec)
-        return DryRun(spec=whole, warnings=[*warnings, *notes], prompts=prompts, constant=constant)
+        return DryRun(spec=whole, warnings=[*warnings, *notes], prompts=prompts, constants=constants)
 
     async def differences(self, tenant: str, stored: Mapping[str, Any], data: Any) -> list[str]:
         """The fields in which a stored job differs from ``data``, which is validated as at a submission."""

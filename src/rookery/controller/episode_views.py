@@ -186,10 +186,10 @@ class PromptView(RowView):
 
 
 class DryRun(RowView):
-    """A job with every default filled in, three of its prompts as the policy would read them, and the reward of the
-    best constant reply on the held-out prompts, without any on the first training prompts."""
+    """A job with every default filled in, three of its prompts as the policy would read them, and by policy the reward
+    of the best constant reply on the held-out prompts, without any on the first training prompts."""
 
     spec: dict[str, Any]
     warnings: list[str] = Field(description="Settings that are allowed and hardly meant, a line each")
     prompts: list[PromptView]
-    constant: BestConstantView | None
+    constants: dict[str, BestConstantView]

@@ -335,9 +335,11 @@ class JobValidator:
             if value != found[field]
         ]
 
-    async def preview(self, tenant: str, spec: JobSpec) -> tuple[list[PromptView], BestConstantView | None, list[str]]:
-        """The first training prompts as the policy would read them, the fixed reply that earns most on the held-out
-        prompts, without any on the first training prompts, and notes about the splits. Raises
+    async def preview(
+        self, tenant: str, spec: JobSpec
+    ) -> tuple[list[PromptView], dict[str, BestConstantView], list[str]]:
+        """The first training prompts as the policy would read them, by policy the fixed reply that earns most on the
+        held-out prompts, without any on the first training prompts, and notes about the splits. Raises
         :class:`~rookery.controller.fleet.env_hosts.EnvironmentFailed` for an environment without prompts, also without
         held-out ones for a job that evaluates, and :class:`Unavailable` at once for a hosted environment that no host
         offers: a job waits for one, the caller of a dry run would not know for what."""
@@ -358,10 +360,13 @@ class JobValidator:
         if evaluation.prompts:  # raises if there are none
             held_out = await hosts.split(environment, "eval", 0, 1, seed=evaluation.seed, shuffle=False)
             notes.append(held_out.note)
-        constant = await (
-            hosts.best_constant(environment, "eval", evaluation.prompts, seed=evaluation.seed, shuffle=False)
+        policies = list(spec.policies)
+        constants = await (
+            hosts.best_constants(environment, policies, "eval", evaluation.prompts, seed=evaluation.seed, shuffle=False)
             if evaluation.prompts
-            else hosts.best_constant(environment, "train", TRAINING_PROMPTS, seed=spec.seed, shuffle=spec.shuffle)
+            else hosts.best_constants(
+                environment, policies, "train", TRAINING_PROMPTS, seed=spec.seed, shuffle=spec.shuffle
+            )
         )
         convert: Callable[[Mapping[str, Any]], Demonstration | Preference] = demonstration
         if spec.algorithm.on_pairs:
@@ -386,7 +391,7 @@ class JobValidator:
                 f"{len(full)} of the first {count_of(len(split.prompts), 'prompt')} leave no room for a reply: the"
                 f" longest has {count_of(max(full), 'token')}, the model's context is {chat.context}"
             )
-        best = BestConstantView.model_validate(constant) if constant is not None else None
+        best = {name: BestConstantView.model_validate(constant) for name, constant in constants.items()}
         return shown, best, [note for note in notes if note]
 
     async def _first_messages(self, environment: EnvironmentRef, number: int, prompt: bytes) -> list[dict[str, Any]]:

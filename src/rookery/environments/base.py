@@ -11,7 +11,7 @@ Promises to such a class:
 from __future__ import annotations
 
 import copy
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -123,8 +123,9 @@ class Environment:
         """Answers a reply. May be ``async``."""
         raise NotImplementedError(f"{type(self).__name__} does not define step(reply)")
 
-    def best_constant(self, prompts: Sequence[Any]) -> BestConstant | None:
-        """The fixed reply that earns most on these prompts, None where the environment does not know one."""
+    def best_constant(self, prompts: Sequence[Any]) -> BestConstant | Mapping[str, BestConstant] | None:
+        """The fixed reply that earns most on these prompts, None where the environment does not know one. In a job with
+        several policies, those of each by its name; one alone is that of the job's first policy."""
         return None
 
     def close(self) -> Awaitable[None] | None:

@@ -33,6 +33,7 @@ from rookery.aio import cancel_all, on_end_signals
 from rookery.children import die_with_parent
 from rookery.environments.agent import LLM, Agent
 from rookery.environments.base import Environment
+from rookery.environments.best_constants import constants_by_policy
 from rookery.environments.builtins import BUILTINS, Builtin
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.episodes import CallProgress, Episodes, UserCodeExecutor, describe_error
@@ -211,16 +212,21 @@ class Host:
         answer = protocol.Prompts(call=message.call)
         try:
             prototype = await self._prototypes.get(message.environment, message.options)
-            threads = self._calls.thread_limit(message.job)
+            environment, threads = prototype.environment, self._calls.thread_limit(message.job)
+            if message.constant and type(environment).best_constant is Environment.best_constant:
+                await self._send(answer)  # it knows none: its prompts are not read again
+                return
             progress = CallProgress(message.call, self._queued)
             prompts, answer.size, note = await self._calls(threads, prototype.take, message, progress=progress)
             if message.constant:
                 given = [values.decode(prompt) for prompt in prompts]
-                answer.constant = await self._calls(threads, prototype.environment.best_constant, given)
+                found = await self._calls(threads, environment.best_constant, given)
+                answer.constants = constants_by_policy(found)
             else:
                 answer.prompts, answer.note = prompts, note
         except Exception as error:  # a user's code ran
-            self._episodes.failures.report(f"prompts of {message.environment}", message.job, error)
+            failed = "best_constant" if message.constant else "prompts"
+            self._episodes.failures.report(f"{failed} of {message.environment}", message.job, error)
             answer.error = describe_error(error)
         await self._send(answer)
 

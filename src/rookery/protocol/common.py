@@ -16,7 +16,7 @@ import msgspec
 
 from rookery.bounds import Count, Integer, Name
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Version of the protocol. Both ends of a connection must use the same one."""
 
 

@@ -85,7 +85,7 @@ class GetPrompts(EnvironmentCall, kw_only=True):
     count: int
     shuffle: bool
     constant: bool = False
-    """The answer has, in the place of the prompts, the fixed reply that earns most on them."""
+    """The answer has, in the place of the prompts, the fixed replies that earn most on them."""
 
 
 class BestConstant(Struct, kw_only=True):
@@ -95,7 +95,7 @@ class BestConstant(Struct, kw_only=True):
     """Shortened."""
     reward: float
     """Its mean reward."""
-    prompts: Integer
+    prompts: Count
     """The number of prompts."""
 
 
@@ -109,7 +109,10 @@ class Prompts(EpochMessage, kw_only=True):
     )
     """Each the JSON of one prompt."""
     size: Integer = -1
-    constant: BestConstant | None = None
+    constants: Annotated[dict[Name, BestConstant], msgspec.Meta(max_length=MOST_POLICIES)] = msgspec.field(
+        default_factory=dict
+    )
+    """By policy, empty for the job's first one, as far as the environment knows them."""
     error: ErrorText = ""
     note: ErrorText = ""
     """A notice about the split for the job's owner, in one line; sent with its first prompts."""

@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable
+import math
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -383,16 +384,22 @@ class EnvironmentHosts:
         answer.prompts = answer.prompts[:count]
         return answer
 
-    async def best_constant(
-        self, environment: EnvironmentRef, split: Literal["train", "eval"], count: int, *, seed: int, shuffle: bool
-    ) -> protocol.BestConstant | None:
-        """The fixed reply that earns most on the first ``count`` prompts, where the environment is a built-in that
-        knows one."""
-        if environment.owner != SERVICE:
-            return None
+    async def best_constants(
+        self, environment: EnvironmentRef, policies: Sequence[str], split: Literal["train", "eval"], count: int, *,
+        seed: int, shuffle: bool,
+    ) -> dict[str, protocol.BestConstant]:  # fmt: skip
+        """By name, the fixed reply of each of a job's ``policies`` that earns most on the first ``count`` prompts, as
+        far as the environment knows one."""
         call = environment.prompts(split, 0, count, seed=seed, shuffle=shuffle, constant=True)
         _, answer = await self._ask(environment, call)
-        return answer.constant
+        found = {name or policies[0]: constant for name, constant in answer.constants.items()}
+        for name, constant in found.items():
+            if name not in policies:
+                known = ", ".join(policies)
+                raise EnvironmentFailed(f"best_constant names the policy {short(repr(name))}; the job has {known}")
+            if not math.isfinite(constant.reward):
+                raise EnvironmentFailed(f"best_constant gives the reward {constant.reward}, not a finite number")
+        return found
 
     async def _ask(
         self, environment: EnvironmentRef, message: protocol.GetPrompts
@@ -405,7 +412,8 @@ class EnvironmentHosts:
             except HostLost:
                 continue
             if answer.error:
-                raise EnvironmentFailed(f"prompts({message.split!r}): {answer.error[:LONGEST_ERROR]}")
+                call = "best_constant" if message.constant else f"prompts({message.split!r})"
+                raise EnvironmentFailed(f"{call}: {answer.error[:LONGEST_ERROR]}")
             return host, answer
 
     async def observe(

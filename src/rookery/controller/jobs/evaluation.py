@@ -61,7 +61,8 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
     start = {name: 0 for name, other in job.policies.items() if other.about.follows is not None}
     versions = {**job.newest(), **start, policy.name: version}
     with job.using(versions):  # until its score is known: it may be the best
-        prompts, constant = await held_out_prompts(job)
+        prompts, constants = await held_out_prompts(job)
+        constant = constants.get(policy.name)
         slots = asyncio.Semaphore(job.controller.settings.limits.job_episodes)
         async with TaskGroup() as tasks:
             runs = [
@@ -85,6 +86,7 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
                 "seed": evaluation.seed,
                 "held_out": msgspec.to_builtins(results),
                 "constant": msgspec.to_builtins(constant),
+                "constants": msgspec.to_builtins(constants),
             },
             "created": job.controller.clock.time(),
         }
@@ -112,26 +114,28 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
 
 async def held_out_prompts(job: JobContext) -> HeldOut:
     """The same prompts at every call: those of the job's first evaluation, or those that were asked for first while
-    none is stored, since an endless split may give others each time; and the fixed reply that earns most on them."""
+    none is stored, since an endless split may give others each time; and by policy the fixed reply that earns most on
+    them."""
     first = await job.controller.store.read(first_evaluation, job.row.tenant, job.row.id)
     if first is not None:
         job.progress.held_out = None
-        constant = msgspec.convert(first.results.get("constant"), BestConstant | None)
-        return [values.encode(result["prompt"]) for result in first.results["held_out"]], constant
+        constants = msgspec.convert(first.results.get("constants", {}), dict[str, BestConstant])
+        return [values.encode(result["prompt"]) for result in first.results["held_out"]], constants
     if job.progress.held_out is None:
         job.progress.held_out = asyncio.create_task(_ask_held_out(job))
     return await job.progress.held_out
 
 
 async def _ask_held_out(job: JobContext) -> HeldOut:
-    """The prompts that the environment gives now, and the fixed reply that earns most on them."""
+    """The prompts that the environment gives now, and by policy the fixed reply that earns most on them."""
     evaluation = job.spec.evaluation
     hosts, count = job.controller.rooms.hosts, evaluation.prompts
     answer = await hosts.split(job.environment, "eval", 0, count, seed=evaluation.seed, shuffle=False)
     if answer.note:
         await job.progress.add_event("warning", answer.note)
-    constant = await hosts.best_constant(job.environment, "eval", count, seed=evaluation.seed, shuffle=False)
-    return answer.prompts, constant
+    names, seed = list(job.policies), evaluation.seed
+    constants = await hosts.best_constants(job.environment, names, "eval", count, seed=seed, shuffle=False)
+    return answer.prompts, constants
 
 
 async def _run(

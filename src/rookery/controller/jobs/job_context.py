@@ -32,8 +32,8 @@ from rookery.tokenization.chat import Chat
 
 T = TypeVar("T")
 
-HeldOut: TypeAlias = tuple[list[bytes], protocol.BestConstant | None]
-"""Held-out prompts, and the fixed reply that earns most on them where one is known."""
+HeldOut: TypeAlias = tuple[list[bytes], dict[str, protocol.BestConstant]]
+"""Held-out prompts, and by policy the fixed reply that earns most on them where one is known."""
 
 RATE_SECONDS = 30.0
 """Window of the shown tokens per second: long enough to span a training step."""

@@ -66,7 +66,8 @@ function byPolicy(all, names) {
 }
 
 function evaluationLines(rows, evaluations, several, order) {
-  const lines = [...new Set(evaluations.map((one) => one.policy))].sort((a, b) => order.indexOf(a) - order.indexOf(b)).map((policy) => {
+  const policies = [...new Set(evaluations.map((one) => one.policy))].sort((a, b) => order.indexOf(a) - order.indexOf(b));
+  const lines = policies.map((policy) => {
     const values = rows.map(() => null);
     for (const one of evaluations.filter((each) => each.policy === policy)) {
       // A version holds the steps up to the last row of its policy that carries it; version 0 is before the first.
@@ -75,7 +76,14 @@ function evaluationLines(rows, evaluations, several, order) {
     }
     return { label: several ? `${policy}: held-out` : "held-out", values, dots: true, raw: true };
   });
-  const constant = evaluations.findLast((one) => one.constant)?.constant;
-  if (constant) lines.push({ label: "best constant reply", values: rows.map(() => constant.reward), dashed: true, raw: true });
-  return lines;
+  return [...lines, ...constantLines(rows, evaluations, policies)];
+}
+
+/** The reward of the best constant reply of each of the policies that has one. */
+function constantLines(rows, evaluations, policies) {
+  return policies.flatMap((policy) => {
+    const best = evaluations.findLast((one) => one.policy === policy && one.constant)?.constant;
+    const label = policies.length > 1 ? `${policy}: best constant reply` : "best constant reply";
+    return best ? [{ label, values: rows.map(() => best.reward), dashed: true, raw: true }] : [];
+  });
 }

@@ -69,6 +69,6 @@ function JsonField({ field, spec, change, mark, rows }) {
 
 const DryRun = ({ tried }) => html`<section class="panel dry"><h2 class="sub">Dry run: this job would be accepted</h2>
   ${tried.warnings.map((line) => html`<p class="warn">${line}</p>`)}
-  ${tried.constant && html`<p>The best constant reply on ${counted(tried.constant.prompts, "prompt")} earns <b>${number(tried.constant.reward)}</b>: <code>${tried.constant.reply}</code></p>`}
+  ${Object.entries(tried.constants).map(([policy, best]) => html`<p key=${policy}>The best constant reply${Object.keys(tried.spec.policies).length > 1 ? ` of ${policy}` : ""} on ${counted(best.prompts, "prompt")} earns <b>${number(best.reward)}</b>: <code>${best.reply}</code></p>`)}
   <div class="answers">${tried.prompts.map((one, at) => html`<article class="panel answer"><b>Prompt ${at + 1}</b> <span class="muted small">${counted(one.tokens, "token")}, as the policy reads it</span><pre tabindex=${reach(one.text)}>${one.text}</pre></article>`)}</div>
   <details><summary>with every default</summary><pre class="yaml" tabindex="0">${toYaml(tried.spec)}</pre></details></section>`;
