@@ -18,10 +18,10 @@ const STEPS_SHOWN = 12;
 
 /** The policies of a run that has several, each with the version that it replies with and the figures of its newest step. */
 function policiesOf(view) {
-  const names = Object.keys(view.spec.policies), known = Object.fromEntries(view.policies.map((one) => [one.name, one]));
+  const names = Object.keys(view.spec.policies), known = new Map(view.policies.map((one) => [one.name, one]));
   if (names.length < 2) return [];
   return names.map((name) => {
-    const one = known[name];
+    const one = known.get(name);
     if (!one) return [`policy ${name}`, "the base model"];
     if (one.follows) return [`policy ${name}`, `version ${one.version} of ${one.follows}`];
     const figures = [["reward", reward(one.reward)], ["loss", number(one.loss)], ["staleness", steps(one.staleness)]].filter(([figure]) => isNumber(one[figure]));
