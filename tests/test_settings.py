@@ -124,6 +124,16 @@ def test_wrong_values_fail_only_commands_that_use_them(uses: tuple[str, ...] | N
             Settings.load({name: value}, uses=uses)
 
 
+@pytest.mark.parametrize("value", ["a\nb", "a\x1b[2J", "a\u2028b", "a\x00b"])
+def test_a_site_is_one_line_of_printable_characters(value: str) -> None:
+    assert Settings.load({"ROOKERY_SITE": "Frankfurt am Main\n"}).worker.site == "Frankfurt am Main"
+    with pytest.raises(
+        UserError, match=r"setting ROOKERY_SITE: given .*, printable characters, in one line$"
+    ) as refused:
+        Settings.load({"ROOKERY_SITE": value})
+    assert str(refused.value).isprintable()
+
+
 @pytest.mark.parametrize("value", ["inf", "nan", "1e400"])
 @pytest.mark.parametrize("name", ["ROOKERY_STOP_SECONDS", "ROOKERY_TENANT_REQUESTS_PER_SECOND"])
 def test_numbers_are_finite(name: str, value: str) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Le, MaxLen, MinLen
 from msgspec import Meta
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 NAME, LINE, ERROR = 200, 4096, 1 << 16
@@ -90,11 +90,20 @@ FLOAT32_LEAST = 1.2e-38
 INTEGER = 2**63 - 1
 """The largest integer of the database and of the protocol."""
 
+
+def _in_one_line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("printable characters, in one line")
+    return text
+
+
 Name = Annotated[str, MaxLen(NAME), Meta(max_length=NAME)]
 Line = Annotated[str, MaxLen(LINE), Meta(max_length=LINE)]
 ErrorText = Annotated[str, MaxLen(ERROR), Meta(max_length=ERROR)]
 Text = Annotated[str, MaxLen(LONGEST_TEXT), Meta(max_length=LONGEST_TEXT)]
 StopText = Annotated[str, MinLen(1), MaxLen(STOP_TEXT)]
+Site = Annotated[Name, AfterValidator(_in_one_line)]
+"""The name of a place, which commands and tables show."""
 Count = Annotated[int, Ge(0), Le(INTEGER), Meta(ge=0, le=INTEGER)]
 Integer = Annotated[int, Ge(-INTEGER), Le(INTEGER), Meta(ge=-INTEGER, le=INTEGER)]
 Token = Annotated[int, Ge(0), Le(2**31 - 1), Meta(ge=0, le=2**31 - 1)]

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from rookery.bounds import Site
 from rookery.errors import UserError
 from rookery.folders import expanded
 from rookery.network import dialled_host, join_address, service_url
@@ -263,12 +264,6 @@ class ClusterSettings(Section):
     """The most rollout workers per model, those of `workers` included. The service starts and ends rollout workers by
     the wait of the trainers of asynchronous jobs; with Ray, by way of its autoscaler. 0: their number is fixed."""
 
-    @model_validator(mode="after")
-    def _scale(self) -> Self:
-        if 0 < self.scale_max < self.scale_min:
-            raise ValueError(f"scale_max is 0 or at least scale_min, {self.scale_min}; given {self.scale_max}")
-        return self
-
 
 class WorkerSettings(Section):
     """A worker's process, and the connection between service and workers or environment hosts."""
@@ -292,7 +287,7 @@ class WorkerSettings(Section):
     """A request without a new token, or a training operation without an answer, for this long fails or is retried
     although its worker sends heartbeats. Time counts only while the worker computes no tokens of requests before it,
     and ends no operation that came before."""
-    site: str = Field("", max_length=200)
+    site: Site = ""
     """Where a worker, or the service, runs, such as `frankfurt`: adapters and models cross once to each site and spread
     there among its workers. The names of one deployment only need to agree."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -496,7 +491,8 @@ class Settings(Section):
         except ValidationError as error:
             first = error.errors()[0]
             variable = f"ROOKERY_{str(first['loc'][-1]).upper()}"
-            raise UserError(f"setting {variable}: given {first['input']!r}, {first['msg']}") from None
+            problem = first["msg"].removeprefix("Value error, ")
+            raise UserError(f"setting {variable}: given {first['input']!r}, {problem}") from None
         named = {name: getattr(settings.server, name) for name in FILES}
         files = {name: str(expanded(Path(path))) for name, path in named.items() if path.startswith("~")}
         return settings.replace(data=expanded(settings.data), cache=expanded(settings.cache), **files)

@@ -732,8 +732,8 @@ async def test_refused_workers_of_a_configured_model_are_started_again_when_a_jo
 
 
 def test_bounds_of_the_pool_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="scale_max is 0 or at least scale_min, 3; given 2"):
-        Settings.load({}, data=tmp_path, cache=tmp_path, scale_min=3, scale_max=2)
+    with pytest.raises(UserError, match=r"^ROOKERY_SCALE_MAX is 2, less than ROOKERY_SCALE_MIN, 3; set it to 0 or at"):
+        check_settings(Settings.load({}, data=tmp_path, cache=tmp_path, scale_min=3, scale_max=2))
     for least in (0, 2):
         with pytest.raises(UserError, match=f"ROOKERY_SCALE_MIN is {least}, but .* ROOKERY_SCALE_MAX alone; set that"):
             check_settings(Settings.load({}, data=tmp_path, cache=tmp_path, scale_min=least))

@@ -532,6 +532,10 @@ def _check_scale(settings: Settings) -> None:
             f"ROOKERY_SCALE_MIN is {least}, but the number of workers changes with ROOKERY_SCALE_MAX alone; set that"
             " too, or unset ROOKERY_SCALE_MIN"
         )
+    if 0 < most < least:
+        raise UserError(
+            f"ROOKERY_SCALE_MAX is {most}, less than ROOKERY_SCALE_MIN, {least}; set it to 0 or at least {least}"
+        )
     if 0 < most < fixed:
         raise UserError(
             f"ROOKERY_SCALE_MAX is {most}, but the {count_of(fixed, 'worker')} per model of ROOKERY_WORKERS always"

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from rookery.bounds import GIVEN_NAME, INTEGER, Line, Name
+from rookery.bounds import GIVEN_NAME, INTEGER, Line, Name, Site
 from rookery.errors import UserError, count_of
 from rookery.spec.files import read_mapping
 from rookery.spec.machine import Count, FrozenModel, Machine, Positive, Time, Workload
@@ -39,7 +39,7 @@ class FleetMachine(Machine):
     model: Line = ""
     """The base model with which it was measured; empty where the file does not say it."""
     count: int = Field(1, ge=1, le=MAX_MACHINES)
-    site: Name = ""
+    site: Site = ""
     """Where they are; machines of one site share a network."""
     preemptible: bool = False
     """They may vanish: such a machine generates and never trains."""
@@ -48,7 +48,7 @@ class FleetMachine(Machine):
 class Link(FrozenModel):
     """The network between two sites, in both directions."""
 
-    between: tuple[Name, Name]
+    between: tuple[Site, Site]
     bandwidth: Positive
     """Bytes per second."""
     latency: Time
@@ -58,7 +58,7 @@ class Link(FrozenModel):
 class FleetSpec(FrozenModel):
     machines: Annotated[list[FleetMachine], Field(min_length=1, max_length=MAX_MACHINES)]
     links: Annotated[list[Link], Field(max_length=MAX_MACHINES**2)] = Field(default_factory=list)
-    service: Name = ""
+    service: Site = ""
     """The site of the service, which stores every version."""
 
     @model_validator(mode="after")
@@ -235,6 +235,9 @@ def read_plan(path: Path) -> Plan:
 
 Parsed = TypeVar("Parsed", bound=FrozenModel)
 
+UNITS = "; without a unit: times are in seconds, sizes in bytes, rates in bytes per second"
+"""What a text in the place of a number may mean, such as ``24GB``."""
+
 
 def parsed(model: type[Parsed], path: Path, data: dict[str, Any]) -> Parsed:
     """``data`` as a part of the file ``path``. Raises :class:`UserError` of one line."""
@@ -243,4 +246,6 @@ def parsed(model: type[Parsed], path: Path, data: dict[str, Any]) -> Parsed:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: {problem_line(first, where, known_fields(model, first['loc']))}") from None
+        line = problem_line(first, where, known_fields(model, first["loc"]))
+        units = UNITS if first["type"] == "text_for_number" and not first["ctx"]["meant"] else ""
+        raise UserError(f"{path}: {line}{units}") from None
