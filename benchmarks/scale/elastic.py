@@ -3,11 +3,14 @@ function through replayed traces of 200 steps. Simulated: no model runs."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 from benchmarks.lib.harness import Result, command
 
-from rookery.simulation.elastic import PoolRun, StepTrace, best_fixed, replay
+from rookery.simulation.elastic import PoolRun, StepTrace, best_fixed, published, replay, shipped
 
 SEEDS = range(20)
 STEPS = 200
@@ -29,14 +32,31 @@ def over_best(run: PoolRun, trace: StepTrace) -> float:
     return run.worker_seconds / best_fixed(trace, max(MOST_WAIT, run.wait_share_late)).worker_seconds
 
 
+WINDOWS = (10, 30)
+"""Steps of the window of the published rule, which does not state one."""
+
+
+def cheaper_fixed(traces: Sequence[StepTrace], than: Sequence[PoolRun]) -> dict[int, tuple[float, float]]:
+    """Of the fixed numbers whose trainers wait for :data:`MOST_WAIT` of the second half at most, the largest ratio of
+    worker-hours to those of ``than``, and the longest wait."""
+    found = {}
+    for count in range(1, 3 * RIGHT):
+        runs = [replay(trace, count) for trace in traces]
+        wait = max(run.wait_share_late for run in runs)
+        if wait <= MOST_WAIT:
+            ratios = [a.worker_seconds / b.worker_seconds for a, b in zip(runs, than, strict=True)]
+            found[count] = max(ratios), wait
+    return found
+
+
 def main() -> None:
     result = Result("elastic", "Elastic pool of rollout workers, simulated", command(), simulated=True)
     traces = {"steady": [StepTrace.steady(RIGHT, STEPS, seed) for seed in SEEDS],
               "replies grow": [StepTrace.growing(4, 12, STEPS, seed) for seed in SEEDS]}  # fmt: skip
     for name, few, many in (("steady", RIGHT // 2, 2 * RIGHT), ("replies grow", 4, 24)):
-        ours = [replay(trace, few, elastic=True) for trace in traces[name]]
-        shrunk = [replay(trace, many, elastic=True) for trace in traces[name]]
-        fixed = {count: [replay(trace, count, elastic=False) for trace in traces[name]] for count in (few, many)}
+        ours = [replay(trace, few, shipped) for trace in traces[name]]
+        shrunk = [replay(trace, many, shipped) for trace in traces[name]]
+        fixed = {count: [replay(trace, count) for trace in traces[name]] for count in (few, many)}
         best = [best_fixed(trace, MOST_WAIT) for trace in traces[name]]
         for count, runs in {
             f"{few} fixed": fixed[few],
@@ -60,8 +80,14 @@ def main() -> None:
         turns = max(map(reversals, [*ours, *shrunk]))
         result.judge(f"{name}: at most one reversal from either size", str(turns), turns <= 1, f"{len(SEEDS)} seeds")
         for what, change in {"no headroom": {"headroom": 1.0}, "no margin": {"certain": 0.0}}.items():
-            runs = [replay(trace, start, elastic=True, **change) for trace in traces[name] for start in (few, many)]
+            rule = partial(shipped, **change)
+            runs = [replay(trace, start, rule) for trace in traces[name] for start in (few, many)]
             result.add(f"{name}: reversals, {what}", [max(map(reversals, runs))], "at most")
+        _compare_published(result, name, traces[name], {few: ours, many: shrunk})
+        cheaper = cheaper_fixed(traces[name], fixed[few])
+        for count, (ratio, wait) in cheaper.items():
+            result.add(f"{name}: worker-hours of {count} fixed over those of {few} fixed", [ratio], "x at most",
+                       f"the trainer waits {wait:.1%} at most")  # fmt: skip
         worst = max(
             over_best(run, trace) for runs in (ours, shrunk) for run, trace in zip(runs, traces[name], strict=True)
         )
@@ -79,14 +105,33 @@ def main() -> None:
             ]
             waits = max(run.wait_share_late for run in fixed[few])
             least = min(1 / ratio for ratio in over[f"{few} fixed"])
+            met = [str(count) for count, (ratio, _) in cheaper.items() if ratio < 1]
             result.judge(f"{name}: from {start} workers, fewer worker-hours than either fixed number, {few} and {many}",
                          f"{shares[0]:.3f} x and {shares[1]:.3f} x at most", max(shares) < 1,
                          f"no pool needs less than {least:.3f} x of {few} fixed workers, whose trainer waits up to"
-                         f" {waits:.0%} of its time")  # fmt: skip
+                         f" {waits:.0%} of its time; of fixed numbers that wait {MOST_WAIT:.0%} at most, fewer hours"
+                         f" than {few}: {', '.join(met) or 'none'}")  # fmt: skip
         wait = max(run.wait_share_late for runs in (ours, shrunk) for run in runs)
         result.judge(f"{name}: the trainer waits <= {MOST_WAIT:.0%} of the second half", f"{wait:.1%} at most",
                      wait <= MOST_WAIT)  # fmt: skip
     result.save()
+
+
+def _compare_published(
+    result: Result, name: str, traces: Sequence[StepTrace], ours: dict[int, Sequence[PoolRun]]
+) -> None:
+    """Worker-hours and waits of the shipped rule over those of the published one, with each of its windows."""
+    for window in WINDOWS:
+        rule, hours, waits = partial(published, window=window), list[float](), list[tuple[float, float]]()
+        turns = 0
+        for start, runs in ours.items():
+            theirs = [replay(trace, start, rule) for trace in traces]
+            hours += [a.worker_seconds / b.worker_seconds for a, b in zip(runs, theirs, strict=True)]
+            waits += [(a.wait_share_late, b.wait_share_late) for a, b in zip(runs, theirs, strict=True)]
+            turns = max(turns, *map(reversals, theirs))
+        mine, theirs_waits = (statistics.fmean(one[side] for one in waits) for side in (0, 1))
+        result.add(f"{name}: worker-hours over those of the published rule, window of {window}", hours, "x",
+                   f"waiting {mine:.1%}, published {theirs_waits:.1%}; its reversals at most {turns}")  # fmt: skip
 
 
 if __name__ == "__main__":

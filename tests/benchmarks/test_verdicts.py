@@ -51,7 +51,7 @@ def test_slowdowns_are_those_of_lanes_without_a_planner_over_turns_of_the_same_r
 
 def test_elastic_pool_is_compared_with_a_number_that_waits_as_little() -> None:
     trace = StepTrace.steady(elastic.RIGHT, elastic.STEPS, 0)
-    right, twice, few = (replay(trace, count, elastic=False) for count in (elastic.RIGHT, 2 * elastic.RIGHT, 5))
+    right, twice, few = (replay(trace, count) for count in (elastic.RIGHT, 2 * elastic.RIGHT, 5))
     assert elastic.over_best(right, trace) == pytest.approx(1.0)
     assert elastic.over_best(twice, trace) > elastic.MOST_HOURS
     assert elastic.over_best(few, trace) >= 1.0 and few.wait_share_late > elastic.MOST_WAIT

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from random import Random
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from rookery.scheduling import elastic
 from rookery.scheduling.elastic import PoolStep, StepWindow, change_of, step_window, wanted_workers, within
-from rookery.simulation.elastic import WINDOW, StepTrace, best_fixed, replay
+from rookery.simulation.elastic import WINDOW, StepTrace, best_fixed, published, replay, shipped
 
 SEEDS = range(20)
 
@@ -136,7 +137,7 @@ def test_pool_converges_from_half_and_from_double_with_one_reversal(right: int, 
     waits = []
     for seed in SEEDS:
         trace = StepTrace.steady(right, steps=120, seed=seed)
-        run = replay(trace, int(right * share), elastic=True)
+        run = replay(trace, int(right * share), shipped)
         assert reversals(run.sizes) <= 1, (seed, run.sizes)
         settled = run.sizes[len(run.sizes) // 2 :]
         assert 0.9 * right <= min(settled) and max(settled) <= right * 1.25 + 1, (seed, run.sizes)
@@ -148,17 +149,15 @@ def test_elastic_pool_costs_fewer_worker_hours_than_a_fixed_one_while_replies_gr
     gains: dict[str, list[float]] = {"few": [], "many": []}
     for seed in SEEDS:
         trace = StepTrace.growing(4, 12, steps=200, seed=seed)
-        ours = replay(trace, 4, elastic=True).worker_seconds
-        gains["few"].append(ours / replay(trace, 4, elastic=False).worker_seconds)
-        gains["many"].append(
-            replay(trace, 24, elastic=True).worker_seconds / replay(trace, 4, elastic=False).worker_seconds
-        )
+        ours = replay(trace, 4, shipped).worker_seconds
+        gains["few"].append(ours / replay(trace, 4).worker_seconds)
+        gains["many"].append(replay(trace, 24, shipped).worker_seconds / replay(trace, 4).worker_seconds)
     assert all(max(found) < 1.0 for found in gains.values()), gains
 
 
 def test_trainer_of_an_elastic_pool_waits_little_while_replies_grow() -> None:
     for first in (4, 24):
-        runs = [replay(StepTrace.growing(4, 12, steps=200, seed=seed), first, elastic=True) for seed in SEEDS]
+        runs = [replay(StepTrace.growing(4, 12, steps=200, seed=seed), first, shipped) for seed in SEEDS]
         assert max(run.wait_share_late for run in runs) <= 0.05
 
 
@@ -168,11 +167,30 @@ def test_headroom_and_margin_are_needed() -> None:
 
     def moves(**change: float) -> float:
         traces = [StepTrace.steady(40, 200, seed) for seed in SEEDS]
-        return statistics.fmean(reversals(replay(trace, 80, elastic=True, **change).sizes) for trace in traces)
+        return statistics.fmean(reversals(replay(trace, 80, partial(shipped, **change)).sizes) for trace in traces)
 
     whole = moves()
     assert moves(headroom=1.0) > 2 * whole
     assert moves(certain=0.0) > whole + 1
+
+
+@pytest.mark.parametrize(
+    ("workers", "waited", "busy", "count", "wanted"),
+    [
+        (4, 0.5, 1.0, 10, 8),
+        (4, 0.11, 1.0, 10, 5),
+        (8, 0.07, 0.9, 10, 8),
+        (20, 0.0, 0.5, 10, 11),
+        (20, 0.0, 0.5, 9, 20),
+        (8, 0.04, 0.95, 10, 8),
+        (2, 1.0, 1.0, 10, 40),
+    ],
+)
+def test_published_rule_looks_at_the_wait_in_bands(
+    workers: int, waited: float, busy: float, count: int, wanted: int
+) -> None:
+    steps = [PoolStep(waited * 50.0, 50.0, 64, 64, 50.0, workers * busy * 50.0)] * count
+    assert published(workers, steps, 0, window=10) == wanted
 
 
 def test_best_fixed_size_is_the_right_one_where_that_is_constant() -> None:
@@ -181,13 +199,13 @@ def test_best_fixed_size_is_the_right_one_where_that_is_constant() -> None:
         trace = StepTrace.steady(10, 200, seed)
         best = best_fixed(trace, 0.05)
         assert set(best.sizes) == {10}
-        assert best.worker_seconds < replay(trace, 5, elastic=True).worker_seconds < 1.1 * best.worker_seconds
+        assert best.worker_seconds < replay(trace, 5, shipped).worker_seconds < 1.1 * best.worker_seconds
         assert 1.02 * trace.floor < best.worker_seconds
-        assert replay(trace, 5, elastic=False).worker_seconds < 1.1 * trace.floor
+        assert replay(trace, 5).worker_seconds < 1.1 * trace.floor
 
 
 @pytest.mark.parametrize("size", [1, 4, 9, 40])
 def test_no_pool_costs_less_than_the_floor(size: int) -> None:
     for trace in (StepTrace.steady(10, 60, 1), StepTrace.growing(4, 12, 60, 2)):
-        for follows in (False, True):
-            assert replay(trace, size, elastic=follows).worker_seconds >= trace.floor * (1 - 1e-12)
+        for rule in (None, shipped, published):
+            assert replay(trace, size, rule).worker_seconds >= trace.floor * (1 - 1e-12)

@@ -1,21 +1,23 @@
 """A pool of rollout workers and one trainer through a trace of steps, in arithmetic: each step consumes the same
 number of trajectories, whose generation takes the trace's worker-seconds, and training takes its own time meanwhile.
-The size follows :func:`rookery.scheduling.elastic.wanted_workers`, or is fixed. The figures are simulated."""
+The size is fixed, or follows a rule: :func:`rookery.scheduling.elastic.wanted_workers`, or the published one
+(AstraFlow, arXiv 2605.15565, equation 1), which looks at a window of fixed length. The figures are simulated."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Self
+from typing import Self, TypeAlias
 
 from rookery.controller.rollout.rules import ROLLOUT_RULES
 from rookery.scheduling.elastic import (
     CERTAIN,
     HEADROOM,
     LEAST_STEPS,
+    LONGEST_WAIT,
     PoolStep,
     change_of,
     step_window,
@@ -82,15 +84,43 @@ def best_fixed(trace: StepTrace, most_wait: float) -> PoolRun:
     """The fixed size with the fewest worker-seconds of those whose trainer waits for at most this share of the second
     half. It needs to know the whole trace beforehand."""
     most = math.ceil(max(map(float.__truediv__, trace.generation, trace.training))) + 1
-    runs = [replay(trace, size, elastic=False) for size in range(1, most + 1)]
+    runs = [replay(trace, size) for size in range(1, most + 1)]
     return min((run for run in runs if run.wait_share_late <= most_wait), key=lambda run: run.worker_seconds)
 
 
-def replay(
-    trace: StepTrace, workers: int, *, elastic: bool, headroom: float = HEADROOM, certain: float = CERTAIN
-) -> PoolRun:
+Rule: TypeAlias = Callable[[int, Sequence[PoolStep], int], int]
+"""The number of workers, the steps since it changed, and the sign of its last change become the next number."""
+
+
+def shipped(
+    workers: int, steps: Sequence[PoolStep], change: int, *, headroom: float = HEADROOM, certain: float = CERTAIN
+) -> int:
+    if len(steps) < LEAST_STEPS:
+        return workers
+    return wanted_workers(step_window(workers, steps), workers, change, headroom=headroom, certain=certain)
+
+
+PUBLISHED_MORE, PUBLISHED_LESS, PUBLISHED_HEADROOM = 0.10, 0.05, 1.10
+"""Shares of waiting above and below which the published rule changes a pool, and its headroom."""
+
+
+def published(workers: int, steps: Sequence[PoolStep], change: int, *, window: int = WINDOW) -> int:
+    """Its workers generate without a pause, and trajectories that nobody consumes are dropped: they enter as well."""
+    if len(steps) < window:
+        return workers
+    seen = step_window(workers, list(steps)[-window:])
+    wait = min(seen.waited / seen.seconds, LONGEST_WAIT)
+    if wait > PUBLISHED_MORE:
+        return math.ceil(workers / (1 - wait))
+    if wait < PUBLISHED_LESS:
+        return min(workers, math.ceil(workers * seen.busy * PUBLISHED_HEADROOM))
+    return workers
+
+
+def replay(trace: StepTrace, workers: int, rule: Rule | None = None) -> PoolRun:
     """The trajectories of a step are generated while the one before trains (``max_staleness`` 1), so a step takes as
-    long as the slower of the two. A worker that was asked for is paid for from then on, and generates later."""
+    long as the slower of the two. A worker that was asked for is paid for from then on, and generates later. Without a
+    ``rule`` the number is fixed."""
     run, starting = PoolRun(), list[float]()
     change, seen = 0, deque[PoolStep](maxlen=WINDOW)
     for generation, training in zip(trace.generation, trace.training, strict=True):
@@ -105,9 +135,9 @@ def replay(
         run.seconds += time
         run.worker_seconds += time * (workers + len(starting) + 1)
         seen.append(PoolStep(wait, time, TRAJECTORIES, TRAJECTORIES, time, generation))
-        if not elastic or len(seen) < LEAST_STEPS or starting:
+        if rule is None or starting:
             continue
-        wanted = wanted_workers(step_window(workers, seen), workers, change, headroom=headroom, certain=certain)
+        wanted = rule(workers, seen, change)
         change = change_of(workers, wanted, change)
         if wanted != workers:
             starting = [run.seconds + START_SECONDS] * max(0, wanted - workers)
