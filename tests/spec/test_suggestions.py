@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rookery.spec.job import StopSpec
 from rookery.spec.parsing import EXAMPLES, SpecError, parse_job
+from rookery.spec.policy import AlgorithmSpec, PolicyAlgorithm, PolicySampling, PolicyStop, SamplingSpec
 from rookery.spec.suggestions import KNOWN_AS, VALUES, fields_by_name
 
 
@@ -37,6 +39,8 @@ def said(spec: dict[str, Any]) -> str:
         (job(policies={"main": {"lora_alpha": 8}}), "did you mean alpha?"),
         (job(policies={"solver": {"learning_rate": 1e-5}}), "did you mean optimizer.lr?"),
         (job(policies={"solver": {"group_size": 8}}), "did you mean algorithm.group_size?"),
+        (job(policies={"a": {"algorithm": {"num_generations": 8}}}), "did you mean algorithm.group_size?"),
+        (job(policies={"a": {"algorithm": {"max_stalenes": 8}}}), "did you mean max_staleness?"),
         (job(policies={"main": {"optimizer": {"learning_rate": 1e-5}}}), "did you mean lr?"),
         (job(policies={"main": {"optimizer": {"rank": 8}}}), "did you mean policies.main.rank?"),
         (job(policies={"main": {"targets": ["q_proj"]}}), "did you mean q?"),
@@ -51,6 +55,24 @@ def said(spec: dict[str, Any]) -> str:
 )
 def test_the_name_of_another_trainer_leads_to_the_field(spec: dict[str, Any], hint: str) -> None:
     assert hint in said(spec)
+
+
+@pytest.mark.parametrize(
+    ("section", "of_job", "of_policy"),
+    [
+        ("algorithm", AlgorithmSpec, PolicyAlgorithm),
+        ("sampling", SamplingSpec, PolicySampling),
+        ("stop", StopSpec, PolicyStop),
+    ],
+)
+def test_a_field_that_a_policy_cannot_change_leads_to_that_of_the_job(section: str, of_job: Any, of_policy: Any) -> None:
+    """Also where the policy has a field of a similar name."""
+    for name in of_job.model_fields.keys() - of_policy.model_fields.keys():
+        line = said(job(policies={"a": {section: {name: 1}}}))
+        wanted = KNOWN_AS.get(name, f"{section}.{name}")
+        within, _, last = wanted.rpartition(".")
+        wanted = last if within == section and last in of_policy.model_fields else wanted
+        assert line == f"policies.a.{section}.{name}: unknown field; did you mean {wanted}?"
 
 
 def test_every_suggested_path_exists_and_no_alias_hides_a_field() -> None:

@@ -77,15 +77,19 @@ def field_hint(path: tuple[Any, ...], known: Sequence[str]) -> str:
     """ "did you mean …?" for the unknown field at ``path``, whose section has the ``known`` ones; empty without an
     idea."""
     name, section = str(path[-1]), ".".join(map(str, path[:-1]))
-    near = nearest(name, known)
+    near, others = nearest(name, known), fields_by_name().get(name, [])
+    of_job = ".".join(map(str, path[-2:]))  # of the job's section, some of whose fields a policy may change
     candidates = [KNOWN_AS[name]] if name in KNOWN_AS else []
-    candidates += [] if near else fields_by_name().get(name, [])
+    candidates += [of_job] if of_job in others else [] if near else others
     if path[:1] == ("policies",) and len(path) > 1:
         candidates = [one.replace(POLICY, f"policies.{path[1]}", 1) for one in candidates]
-    if candidates:
-        first = candidates[0]
-        return f"did you mean {first.removeprefix(f'{section}.') if section else first}?"
-    return near
+    if not candidates:
+        return near
+    first = candidates[0]
+    within, _, last = first.rpartition(".")
+    if last in known and path[-2:-1] == (within,):
+        return f"did you mean {last}?"
+    return f"did you mean {first.removeprefix(f'{section}.') if section else first}?"
 
 
 def value_hint(given: Any, allowed: Sequence[str]) -> str:
