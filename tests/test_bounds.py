@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from fastapi.params import Header, Param
 from fastapi.routing import APIRoute, APIRouter
-from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 import rookery.server
@@ -173,6 +173,29 @@ SCHEMAS = [
 def test_every_field_has_a_bound(model: type) -> None:
     found = {line for line in problems_of(model) if line.partition(":")[0] not in UNBOUNDED_BY_DESIGN}
     assert found == set()
+
+
+ONCE = (annotated_types.Ge, annotated_types.Gt, annotated_types.Le, annotated_types.Lt, annotated_types.MinLen,
+        annotated_types.MaxLen)  # fmt: skip
+
+
+def bounds_of(model: type[BaseModel]) -> Iterator[str]:
+    """The fields that have several bounds of one kind, of which pydantic takes the last one."""
+    for name, field in model.model_fields.items():
+        kinds = [type(one) for one in flat(field.metadata) if isinstance(one, ONCE)]
+        if len(kinds) > len({*kinds}):
+            yield f"{model.__name__}.{name}"
+
+
+def test_no_field_has_two_bounds_of_one_kind() -> None:
+    """Those of an annotation, and others of its ``Field``: the annotation's would replace them."""
+    assert {line for model in all_of(BaseModel) if model.__module__.startswith("rookery.")
+            for line in bounds_of(model)} == set()  # fmt: skip
+
+    class Doubled(BaseModel):
+        context: Annotated[int, Field(ge=1)] = Field(ge=2)
+
+    assert [*bounds_of(Doubled)] == ["Doubled.context"] and Doubled(context=1).context == 1
 
 
 def test_an_unbounded_field_is_found() -> None:

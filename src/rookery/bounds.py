@@ -102,8 +102,10 @@ Line = Annotated[str, MaxLen(LINE), Meta(max_length=LINE)]
 ErrorText = Annotated[str, MaxLen(ERROR), Meta(max_length=ERROR)]
 Text = Annotated[str, MaxLen(LONGEST_TEXT), Meta(max_length=LONGEST_TEXT)]
 StopText = Annotated[str, MinLen(1), MaxLen(STOP_TEXT)]
-Site = Annotated[Name, AfterValidator(_in_one_line)]
-"""The name of a place, which commands and tables show."""
+ONE_LINE = AfterValidator(_in_one_line)
+"""Of a text that commands and tables show as it is."""
+Site = Annotated[Name, ONE_LINE]
+"""The name of a place."""
 Count = Annotated[int, Ge(0), Le(INTEGER), Meta(ge=0, le=INTEGER)]
 Integer = Annotated[int, Ge(-INTEGER), Le(INTEGER), Meta(ge=-INTEGER, le=INTEGER)]
 Token = Annotated[int, Ge(0), Le(2**31 - 1), Meta(ge=0, le=2**31 - 1)]

@@ -209,6 +209,11 @@ def test_memory_whose_parts_fit_is_taken(memory: dict[str, int]) -> None:
         ({"decode": [[1, 0.05], [8, 0.04]]}, "more rows takes as long or longer"),
         ({"count": 65}, "machines.0.count: given 65, allowed: less than or equal to 64"),
         ({"count": 0}, "count"),
+        ({"context": 1}, "machines.0.context: given 1, allowed: greater than or equal to 2"),
+        (
+            {"memory": MEMORY | {"total": 0, "base": 0, "states": 0}},
+            "machines.0.memory.total: given 0, allowed: greater",
+        ),
         ({"count": "3"}, 'machines.0.count: given "3", allowed: a number, without quotes'),
         ({"count": True}, "machines.0.count: given true, allowed: a number"),
         ({"count": 1.5}, "machines.0.count: given 1.5, allowed: a valid integer"),
@@ -226,6 +231,7 @@ def test_memory_whose_parts_fit_is_taken(memory: dict[str, int]) -> None:
         ({"decode": [[1, 1e-320]]}, "machines.0.decode.0.1: given 1e-320, allowed: greater than or equal to"),
         ({"a\nb": 1}, "machines.0.a\\nb: unknown field; allowed: "),
         ({"site": "a\nb"}, 'machines.0.site: given "a\\nb", allowed: printable characters, in one line'),
+        ({"model": "a\nb"}, 'machines.0.model: given "a\\nb", allowed: printable characters, in one line'),
         ({"service": "a\x1b[2J"}, 'service: given "a\\u001b[2J", allowed: printable characters'),
         ({"links": [{"between": ["", "a\u2028"], "bandwidth": 1, "latency": 1}]}, "links.0.between.1: given"),
         ({"site": "a b", "links": [{"between": ["", "x"], "bandwidth": 1, "latency": 1}]}, "sites: '', 'a b'"),
@@ -336,6 +342,11 @@ def planned(name: str, machine: str = "a", *roles: str, **fields: Any) -> dict[s
         ({"step_seconds": math.inf}, "step_seconds: given Infinity, allowed: "),
         ({"jobs": []}, "jobs: given [], allowed: have at least 1 item"),
         ({"jobs": [DEMAND.model_dump() | {"group_size": 10**9}]}, "jobs.0.group_size: given 1000000000, allowed: "),
+        (
+            {"jobs": [DEMAND.model_dump() | {"name": "a\x1b[2J"}]},
+            'jobs.0.name: given "a\\u001b[2J", allowed: printable',
+        ),
+        ({"model": "a\nb"}, 'model: given "a\\nb", allowed: printable characters, in one line'),
         ({"jobs": [DEMAND.model_dump() | {"policies": 2}]}, "jobs.0: policies: 2 train, and 1 reply"),
         # Fields that contradict each other.
         ({"jobs": [DEMAND.model_dump() | {"micro_batch": 65}]}, "jobs.0: micro_batch: given 65, allowed: at most the"),

@@ -65,7 +65,9 @@ def test_the_name_of_another_trainer_leads_to_the_field(spec: dict[str, Any], hi
         ("stop", StopSpec, PolicyStop),
     ],
 )
-def test_a_field_that_a_policy_cannot_change_leads_to_that_of_the_job(section: str, of_job: Any, of_policy: Any) -> None:
+def test_a_field_that_a_policy_cannot_change_leads_to_that_of_the_job(
+    section: str, of_job: Any, of_policy: Any
+) -> None:
     """Also where the policy has a field of a similar name."""
     for name in of_job.model_fields.keys() - of_policy.model_fields.keys():
         line = said(job(policies={"a": {section: {name: 1}}}))

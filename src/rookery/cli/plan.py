@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from rookery.bounds import FORMS, GIVEN_NAME, NAME
+from rookery.bounds import FORMS, GIVEN_NAME
 from rookery.children import child_variables, interpreter
 from rookery.cli.options import JsonOption, check_child, last_line, number_option, path_option
 from rookery.cli.output import print_json, show
@@ -231,7 +231,7 @@ def demands_of(
             raise UserError(f"{spec.name}: the policy {name} trains all parameters, and a plan is for adapters")
         found.append(
             JobDemand(
-                name=f"{spec.name}/{name}"[:NAME] if spec.several_trained else spec.name,
+                name=f"{spec.name}/{name}" if spec.several_trained else spec.name,
                 turns=len(spec.policies),
                 policies=len(spec.trained),
                 group_size=algorithm.group_size,

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from rookery.bounds import GIVEN_NAME, INTEGER, Line, Name, Site
+from rookery.bounds import GIVEN_NAME, INTEGER, ONE_LINE, Line, Name, Site
 from rookery.errors import UserError, count_of
 from rookery.spec.files import read_mapping
 from rookery.spec.machine import Count, FrozenModel, Machine, Positive, Time, Workload
@@ -36,7 +36,7 @@ class FleetMachine(Machine):
 
     name: str = Field(pattern=GIVEN_NAME, max_length=100)
     """Of the kind; the machines are called NAME-0, NAME-1, …"""
-    model: Line = ""
+    model: Annotated[Line, ONE_LINE] = ""
     """The base model with which it was measured; empty where the file does not say it."""
     count: int = Field(1, ge=1, le=MAX_MACHINES)
     site: Site = ""
@@ -108,7 +108,7 @@ PROFILED_RANK = 16
 class JobDemand(Workload):
     """The work of one policy's optimizer step, and how its job does it."""
 
-    name: Name
+    name: Annotated[Name, ONE_LINE]
     """Of the job; of a job that trains several policies, JOB/POLICY."""
     turns: int = Field(1, ge=1, le=1000)
     """Policies that reply in an episode, each once; all replies are as long as those of this policy."""
@@ -197,7 +197,7 @@ class Plan(FrozenModel):
     fleet: FleetSpec
     """The machines that were planned for, to plan again when some join or leave."""
     jobs: Annotated[list[JobDemand], Field(min_length=1, max_length=MAX_JOBS)]
-    model: Line = ""
+    model: Annotated[Line, ONE_LINE] = ""
     """The base model of the jobs; empty: that of each worker."""
 
     @model_validator(mode="after")

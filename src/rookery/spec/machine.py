@@ -28,7 +28,7 @@ class FrozenModel(GivenModel):
 class MachineMemory(FrozenModel):
     """Bytes of a machine's memory and of what lies in it."""
 
-    total: Bytes = Field(ge=1)
+    total: int = Field(ge=1, le=1 << 60)
     """The resources that a worker may use."""
     base: Bytes
     """The base model."""
@@ -59,7 +59,7 @@ class Machine(FrozenModel):
     """Sequences that decode together at most."""
     cache_tokens: Count = 1 << 40
     """Tokens that its KV cache holds."""
-    context: Count = Field(ge=2)
+    context: int = Field(ge=2, le=1 << 40)
     """The longest sequence, in tokens."""
     decode: list[tuple[Count, Positive]] = Field(min_length=1)
     """(rows, seconds of one decode step with so many rows), both ascending; between two points on the line that joins

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import regex
 from pydantic import Discriminator, Field, field_validator, model_validator
 
-from rookery.bounds import LINE, Line, Name
+from rookery.bounds import LINE, Name
 from rookery.environments.verifiers.grader_templates import Sample, Template, found, paths, rendered, sample_of
 from rookery.environments.verifiers.running_graders import (
     AnyGraderType,
@@ -94,7 +94,7 @@ class Multi(AnyGraderType):
 
     type: Literal["multi"]
     graders: Annotated[dict[Name, Part], Field(min_length=1, max_length=GRADERS)]
-    calculate_output: Annotated[Line, Field(min_length=1, max_length=FORMULA)]
+    calculate_output: Annotated[str, Field(min_length=1, max_length=FORMULA)]
     """`+ - * / ^`, and `min max abs floor ceil exp sqrt log`, over the names of the graders."""
 
     @field_validator("graders")
