@@ -123,6 +123,21 @@ def test_plan_refuses_what_it_cannot_plan_in_one_line(
     assert "give the path of a fleet file" in capsys.readouterr().err
 
 
+def test_plan_names_the_file_of_each_mistake_before_it_searches(
+    files: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet, job = files
+    (bad := tmp_path / "bad.yaml").write_text(json.dumps(JOB | {"stop": {}, "name": "a b"}))
+    monkeypatch.setattr("rookery.cli.plan.search", None)
+    assert code(["plan", "--workers", fleet, "--jobs", job, "--jobs", str(bad)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(line.startswith(f"rookery: {bad}: ") for line in lines)
+    assert code(["plan", "--workers", fleet, "--jobs", job, "--out", str(tmp_path / "away" / "plan.yaml")]) == 2
+    assert f"--out: {tmp_path / 'away'} is not a folder" in capsys.readouterr().err
+    assert code(["plan", "--workers", fleet]) == 2
+    assert "Missing option '--jobs'" in capsys.readouterr().err
+
+
 def test_numbers_of_every_command_are_finite() -> None:
     """No bound of an option refuses ``nan``, and few refuse ``inf``."""
     apps, seen = [app, *(group.typer_instance for group in app.registered_groups)], list[str]()

@@ -26,7 +26,7 @@ from rookery.spec.files import read_job
 from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Plan, PlannedWorker, parsed, read_fleet
 from rookery.spec.job import JobSpec
 from rookery.spec.machine import MOST
-from rookery.spec.parsing import parse_job
+from rookery.spec.parsing import SpecError, parse_job
 from rookery.telemetry.rows import Rows, columns
 from rookery.tokenization.registry import canonical
 
@@ -69,10 +69,11 @@ def plan(
     """Choose roles for unlike machines: which generate, which train, and which are not needed."""
     if out is not None and out.resolve() in [path.resolve() for path in (workers, *jobs)]:
         raise UserError(f"--out: {out} is what the plan is made from; give another file")
+    check_folder(out)
     fleet = read_fleet(workers)
     devices = devices_of(fleet)
     texts = (reply_tokens, sigma, prompt_tokens, environment)
-    specs = [parse_job(read_job(path)).with_models(canonical) for path in jobs]
+    specs = [job_of(path).with_models(canonical) for path in jobs]
     demands = [demand for spec in specs for demand in demands_of(spec, *texts)]
     model, *others = dict.fromkeys(name for spec in specs for name in spec.base_models)
     if others:
@@ -122,6 +123,20 @@ def plan(
         show(f"  {command(worker, planned, followed=out is not None)}")
 
 
+def check_folder(out: Path | None) -> None:
+    """Raises :class:`UserError` where no file can be written, before minutes of work are lost."""
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UserError(f"--out: {out.parent} is not a folder")
+
+
+def job_of(path: Path) -> JobSpec:
+    """The job in one of several files. Raises :class:`UserError`, whose lines begin with the file's path."""
+    try:
+        return parse_job(read_job(path))
+    except SpecError as error:
+        raise SpecError([f"{path}: {problem}" for problem in error.problems]) from None
+
+
 def profile(
     name: Annotated[str | None, typer.Option(help="The machine's name; by default its host name.")] = None,
     model: Annotated[str, typer.Option(help="The base model.")] = "smollm2-135m-instruct",
@@ -154,8 +169,7 @@ def profile(
     given = {"name": named, "model": model} | {field: value for field, value in options.items() if value is not None}
     # What cannot be used is refused before the measurement.
     parsed(FleetMachine, Path(named), UNMEASURED | BY_DEFAULT | given)
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UserError(f"--out: {out.parent} is not a folder")
+    check_folder(out)
     if out is not None:
         merged(out, UNMEASURED | given)
     run = subprocess.run(
