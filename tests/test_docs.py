@@ -164,6 +164,24 @@ def test_commands_exist_with_their_options(page: Path) -> None:
         assert given <= options_of(every[name]) | {"--help", "--debug"}, f"{page.name}: rookery {' '.join(words)}"
 
 
+def test_each_published_system_has_one_command_that_exists() -> None:
+    rows = re.findall(r"^\| (\w+) \| [^|]+ \| `([^`]+)` \| \[[^|]+\) \|$", sections(ROOT / "docs" / "concepts.md")[
+        "Published systems"
+    ], re.MULTILINE)  # fmt: skip
+    assert {"AstraFlow", "HetRL", "TensorHub", "xRouter"} <= {system for system, _ in rows}
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for system, command in rows:
+        program, *words = command.split()
+        if program == "make":
+            assert words[0] in targets, system
+        elif program == "rookery":
+            assert words[0] in commands(), system
+            assert all((ROOT / word).is_file() for word in words if "/" in word), system
+        else:
+            file = words[1].replace(".", "/") + ".py" if words[0] == "-m" else words[0]
+            assert program == ".venv/bin/python" and (ROOT / file).is_file(), system
+
+
 def test_every_command_is_documented() -> None:
     shown = {" ".join(words[:size]) for page in PAGES for words in invocations(page) for size in (1, 2)}
     assert set(commands()) - shown == set()

@@ -123,6 +123,15 @@ def test_plan_refuses_what_it_cannot_plan_in_one_line(
     assert "give the path of a fleet file" in capsys.readouterr().err
 
 
+def test_plan_of_the_example_leaves_out_machines_behind_a_slow_link(capsys: pytest.CaptureFixture[str]) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    jobs = ["--jobs", str(examples / "programs.yaml"), "--budget", "50"]
+    assert code(["plan", "--workers", str(examples / "fleet.yaml"), *jobs, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    roles = {worker["name"]: worker["role"] for worker in report["workers"]}
+    assert roles == {"desk-0": "rollout", "workstation-0": "both", **{f"spot-{i}": "off" for i in range(4)}}
+
+
 def test_plan_names_the_file_of_each_mistake_before_it_searches(
     files: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
