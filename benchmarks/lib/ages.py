@@ -61,6 +61,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "weights_chain_270": STORE,
     "weights_chain_2000": STORE,
     "weights_direct": ("worker/transfer",),
+    "weights_lora": ("worker/transfer/delta.py", "worker/trainer"),
     "word_game": LEARNING,
     "xrouter": LEARNING,
 }

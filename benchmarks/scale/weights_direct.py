@@ -1,6 +1,6 @@
-"""Versions on one machine: a hand-over against a pull; and what full weights change from step to step.
+"""Versions on one machine: a hand-over against a pull; and what weights change from step to step.
 
-``python -m benchmarks.scale.weights_direct [--only handover delta]``.
+``python -m benchmarks.scale.weights_direct [--only handover delta lora]``.
 
 * *handover*: a trainer's worker writes a version of 5 MB (an adapter) or of 270 MB (all weights of 135M parameters in
   bfloat16). An engine's worker of the same cache takes it over, or one with another cache pulls it from the service
@@ -8,6 +8,8 @@
 * *delta*: optimizer steps of the shipped trainer on all parameters of SmolLM2-135M, in bfloat16 with float32 masters,
   on text. Of each version: the share of bfloat16 words that differ from the version before, the bytes of the shipped
   difference, the seconds to write and to apply it. From that, the bandwidth below which a difference is quicker.
+* *lora*: the same steps on an adapter, whose versions are float32: the share of its 16-bit words that differ, and
+  whether a difference is worth writing. A result by itself.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +35,15 @@ from tests.worker.transfer.test_client import transfers
 
 from rookery import protocol
 from rookery.simulation.fakes.service import MEMORY
+from rookery.spec.policy import TARGETS
 from rookery.worker.transfer.delta import apply_delta, write_delta
 
 SIZES = {5: 5, 270: 3}
 """Megabytes, and how many versions of that size."""
 RATES = (1e-6, 5e-6, 2e-5)
+RANK = 16
+LORA_RATES = (1e-6, 1e-5, 2e-4)
+"""Learning rates of adapters, two of them far below the usual ones."""
 STEPS = 4
 """Of each learning rate; the first ones, in which Adam has no history, are not counted."""
 COUNTED = 2
@@ -110,7 +118,9 @@ def text_batch() -> protocol.TrainingBatch:
     return protocol.TrainingBatch(groups=[unit(row) for row in rows])
 
 
-def measure_deltas(result: Result) -> None:
+@contextmanager
+def training(rank: int) -> Iterator[Callable[[float], list[dict[str, float]]]]:
+    """The figures of the counted steps at a learning rate, of an adapter of this rank, or with 0 of all parameters."""
     from rookery.worker.model.decoder import best_dtype
     from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup
     from rookery.worker.trainer.fsdp.trainer import FsdpTrainer
@@ -121,13 +131,36 @@ def measure_deltas(result: Result) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as name:
         folder = Path(name)
         trainer = FsdpTrainer(
-            lambda: group, model, max_rank=16, slice_tokens=1024, memory_bytes=1 << 40,
+            lambda: group, model, max_rank=RANK, slice_tokens=1024, memory_bytes=1 << 40,
             max_tokens=4096, exports=folder,
         )  # fmt: skip
-        for lr in RATES:
-            figures = [steps_of(trainer, batch, lr, folder / f"{lr:g}", number) for number in range(STEPS)][COUNTED:]
-            shutil.rmtree(folder / f"{lr:g}")
+
+        def steps(lr: float) -> list[dict[str, float]]:
+            place = folder / f"{lr:g}"
+            figures = [steps_of(trainer, batch, lr, place, number, rank) for number in range(STEPS)]
+            shutil.rmtree(place)
             trainer.evict(f"lr-{lr:g}")
+            return figures[COUNTED:]
+
+        yield steps
+    group.close()
+
+
+def measure_lora(result: Result) -> None:
+    with training(RANK) as steps:
+        for lr in LORA_RATES:
+            figures = steps(lr)
+            what = f"LoRA of rank {RANK}, lr {lr:g}"
+            result.add(f"{what}: changed 16-bit words", [100 * one["changed"] for one in figures], "%", "per step")
+            written, size = sum("equal" in one for one in figures), figures[0]["size"] / 1e6
+            result.judge(f"{what}: no difference is worth writing", f"{written} of {len(figures)} written",
+                         written == 0, f"of {size:.0f} MB")  # fmt: skip
+
+
+def measure_deltas(result: Result) -> None:
+    with training(0) as steps:
+        for lr in RATES:
+            figures = steps(lr)
             size = figures[0]["size"]
             result.add(f"lr {lr:g}: changed words", [100 * one["changed"] for one in figures], "%", "per step")
             result.add(f"lr {lr:g}: difference", [one["bytes"] / 1e6 for one in figures], "MB", f"of {size / 1e6:.0f}")
@@ -142,17 +175,19 @@ def measure_deltas(result: Result) -> None:
                     f"lr {lr:g}: over {link / 1e9:g} Gbit/s, of the file's time", [t / whole for t in spent], "x"
                 )
             result.judge(f"lr {lr:g}: the receiver's hash is the trainer's", *hashes(figures))
-    group.close()
 
 
-def steps_of(trainer: Any, batch: protocol.TrainingBatch, lr: float, folder: Path, number: int) -> dict[str, float]:
+def steps_of(
+    trainer: Any, batch: protocol.TrainingBatch, lr: float, folder: Path, number: int, rank: int
+) -> dict[str, float]:
     """One optimizer step, committed, and its difference to the version before."""
-    policy = f"lr-{lr:g}"
-    parent = protocol.AdapterRef(policy=policy, version=number, hash=f"v{number}", rank=0, alpha=0.0)
+    policy, alpha = f"lr-{lr:g}", 2.0 * rank
+    parent = protocol.AdapterRef(policy=policy, version=number, hash=f"v{number}", rank=rank, alpha=alpha)
     if number == 0:
         first = folder / "v0"
         first.mkdir(parents=True)
-        op = protocol.InitAdapter(op="init", policy=policy, rank=0, alpha=0.0, targets=[], seed=0)
+        targets = list(TARGETS) if rank else []
+        op = protocol.InitAdapter(op="init", policy=policy, rank=rank, alpha=alpha, targets=targets, seed=0)
         trainer.initial_version(op, None).write(first)
         trainer.load(policy, 1, parent, first)
     common: dict[str, Any] = {"policy": policy, "lease": 1, "parent": parent, "steps": 0}
@@ -171,9 +206,9 @@ def steps_of(trainer: Any, batch: protocol.TrainingBatch, lr: float, folder: Pat
     new = folder / f"v{number + 1}"
     new.mkdir()
     results[-1].export.write(new)
-    made = protocol.AdapterRef(policy=policy, version=number + 1, hash=f"v{number + 1}", rank=0, alpha=0.0)
+    made = protocol.AdapterRef(policy=policy, version=number + 1, hash=f"v{number + 1}", rank=rank, alpha=alpha)
     trainer.mark_committed(policy, 1, made)
-    figures = difference(folder / f"v{number}", new)
+    figures = difference(folder / f"v{number}", new, "adapter_model.safetensors" if rank else "model.safetensors")
     shutil.rmtree(folder / f"v{number}")  # with its optimizer state a version has 2 GB
     return figures
 
@@ -186,8 +221,8 @@ def hashes(figures: list[dict[str, float]]) -> tuple[str, bool | None]:
     return f"{sum(map(int, written))} of {len(written)} equal", all(written)
 
 
-def difference(before: Path, after: Path) -> dict[str, float]:
-    base, new = before / "model.safetensors", after / "model.safetensors"
+def difference(before: Path, after: Path, name: str) -> dict[str, float]:
+    base, new = before / name, after / name
     old, words = (np.memmap(path, np.uint16, "r") for path in (base, new))
     changed = float(np.count_nonzero(old != words)) / len(words)
     delta, made = after / "delta", after / "made"
@@ -211,8 +246,13 @@ def difference(before: Path, after: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", nargs="*", default=["handover", "delta"], choices=["handover", "delta"])
+    parts = ["handover", "delta", "lora"]
+    parser.add_argument("--only", nargs="*", default=parts, choices=parts)
     given = parser.parse_args()
+    if "lora" in given.only:
+        adapters = Result("weights_lora", "Differences between versions of an adapter", command())
+        measure_lora(adapters)
+        adapters.save()
     result = Result("weights_direct", "Versions on one machine, and differences between versions", command())
     if "handover" in given.only:
         measure_hand_over(result)
