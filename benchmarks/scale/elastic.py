@@ -37,15 +37,17 @@ WINDOWS = (10, 30)
 
 
 def cheaper_fixed(traces: Sequence[StepTrace], than: Sequence[PoolRun]) -> dict[int, tuple[float, float]]:
-    """Of the fixed numbers whose trainers wait for :data:`MOST_WAIT` of the second half at most, the largest ratio of
-    worker-hours to those of ``than``, and the longest wait."""
-    found = {}
+    """Of the fewest three fixed numbers whose trainers wait for :data:`MOST_WAIT` of the second half at most, the
+    largest ratio of worker-hours to those of ``than``, and the longest wait."""
+    found = dict[int, tuple[float, float]]()
     for count in range(1, 3 * RIGHT):
         runs = [replay(trace, count) for trace in traces]
         wait = max(run.wait_share_late for run in runs)
         if wait <= MOST_WAIT:
             ratios = [a.worker_seconds / b.worker_seconds for a, b in zip(runs, than, strict=True)]
             found[count] = max(ratios), wait
+        if len(found) == 3:
+            break
     return found
 
 
