@@ -81,14 +81,14 @@ def main() -> None:
         result.add(f"{name}: share of waiting, second half", [run.wait_share_late for run in ours], "of 1")
         turns = max(map(reversals, [*ours, *shrunk]))
         result.judge(f"{name}: at most one reversal from either size", str(turns), turns <= 1, f"{len(SEEDS)} seeds")
-        for what, change in {"no headroom": {"headroom": 1.0}, "no margin": {"certain": 0.0}}.items():
-            rule = partial(shipped, **change)
+        without = {"no headroom": partial(shipped, headroom=1.0), "no margin": partial(shipped, certain=0.0)}
+        for what, rule in without.items():
             runs = [replay(trace, start, rule) for trace in traces[name] for start in (few, many)]
             result.add(f"{name}: reversals, {what}", [max(map(reversals, runs))], "at most")
         _compare_published(result, name, traces[name], {few: ours, many: shrunk})
         cheaper = cheaper_fixed(traces[name], fixed[few])
-        for count, (ratio, wait) in cheaper.items():
-            result.add(f"{name}: worker-hours of {count} fixed over those of {few} fixed", [ratio], "x at most",
+        for size, (ratio, wait) in cheaper.items():
+            result.add(f"{name}: worker-hours of {size} fixed over those of {few} fixed", [ratio], "x at most",
                        f"the trainer waits {wait:.1%} at most")  # fmt: skip
         worst = max(
             over_best(run, trace) for runs in (ours, shrunk) for run, trace in zip(runs, traces[name], strict=True)
@@ -107,7 +107,7 @@ def main() -> None:
             ]
             waits = max(run.wait_share_late for run in fixed[few])
             least = min(1 / ratio for ratio in over[f"{few} fixed"])
-            met = [str(count) for count, (ratio, _) in cheaper.items() if ratio < 1]
+            met = [str(size) for size, (ratio, _) in cheaper.items() if ratio < 1]
             result.judge(f"{name}: from {start} workers, fewer worker-hours than either fixed number, {few} and {many}",
                          f"{shares[0]:.3f} x and {shares[1]:.3f} x at most", max(shares) < 1,
                          f"no pool needs less than {least:.3f} x of {few} fixed workers, whose trainer waits up to"

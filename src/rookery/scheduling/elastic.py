@@ -10,9 +10,9 @@ The published rule looks at a window of fixed length, in bands of ``w``. This on
 the number as soon as the difference is beyond the noise of these steps: a pool of half or of double the size changes
 after three steps, one that is 15% too large after thirty. Where the need exceeds :data:`FILLED` of the wanted number,
 this grows to the number that is certainly needed; where the need with :data:`HEADROOM` is certainly less, it shrinks to
-that need; between the two it stays. Simulated with the same traces (``benchmarks/scale/elastic.py``) and with windows of
-10 and 30 steps for the published bands, trainers wait for half to three quarters as long as with these. This costs 1%
-more worker-hours where the pool begins with half of the right number, and 3 to 20% fewer where it begins with more.
+that need; between the two it stays. Simulated with the same traces (``benchmarks/scale/elastic.py``) and with windows
+of 10 and 30 steps for the published bands, trainers wait for half to three quarters as long as with these. This costs
+1% more worker-hours where the pool begins with half of the right number, and 3 to 20% fewer where it begins with more.
 """
 
 from __future__ import annotations
