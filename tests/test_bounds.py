@@ -188,7 +188,7 @@ def bounds_of(model: type[BaseModel]) -> Iterator[str]:
 
 
 def test_no_field_has_two_bounds_of_one_kind() -> None:
-    """Those of an annotation, and others of its ``Field``: the annotation's would replace them."""
+    """A bound of an annotation would replace that of its ``Field``."""
     assert {line for model in all_of(BaseModel) if model.__module__.startswith("rookery.")
             for line in bounds_of(model)} == set()  # fmt: skip
 

@@ -39,7 +39,7 @@ ARROWS: dict[str, set[str]] = {
     "machine": set(),
     "network": {"errors"},
     "pace": set(),
-    "settings": {"errors", "folders", "network"},
+    "settings": {"errors", "bounds", "folders", "network"},
     "aio": {"clock"},
     "spec": {"errors", "bounds"},
     "protocol": {"errors", "aio", "clock", "bounds", "turns", "network"},

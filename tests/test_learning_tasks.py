@@ -259,7 +259,7 @@ def test_the_best_constant_design_is_below_the_optimum_and_above_any_other() -> 
     assert score == max(means) == means[DESIGNS.index(design)] and statistics.fmean(means) < score < 0.9
 
 
-def test_the_best_constant_of_each_policy_earns_what_the_environment_says() -> None:
+def test_the_best_constant_of_each_policy_earns_its_stated_reward() -> None:
     environment = MemoryController()
     prompts = list(environment.prompts("eval"))
     constants = environment.best_constant(prompts)

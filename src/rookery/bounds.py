@@ -104,7 +104,7 @@ Text = Annotated[str, MaxLen(LONGEST_TEXT), Meta(max_length=LONGEST_TEXT)]
 StopText = Annotated[str, MinLen(1), MaxLen(STOP_TEXT)]
 ONE_LINE = AfterValidator(_in_one_line)
 """Of a text that commands and tables show as it is."""
-Site = Annotated[Name, ONE_LINE]
+SiteName = Annotated[Name, ONE_LINE]
 """The name of a place."""
 Count = Annotated[int, Ge(0), Le(INTEGER), Meta(ge=0, le=INTEGER)]
 Integer = Annotated[int, Ge(-INTEGER), Le(INTEGER), Meta(ge=-INTEGER, le=INTEGER)]

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from rookery.bounds import Site
+from rookery.bounds import SiteName
 from rookery.errors import UserError
 from rookery.folders import expanded
 from rookery.network import dialled_host, join_address, service_url
@@ -287,7 +287,7 @@ class WorkerSettings(Section):
     """A request without a new token, or a training operation without an answer, for this long fails or is retried
     although its worker sends heartbeats. Time counts only while the worker computes no tokens of requests before it,
     and ends no operation that came before."""
-    site: Site = ""
+    site: SiteName = ""
     """Where a worker, or the service, runs, such as `frankfurt`: adapters and models cross once to each site and spread
     there among its workers. The names of one deployment only need to agree."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

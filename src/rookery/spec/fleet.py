@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from rookery.bounds import GIVEN_NAME, INTEGER, ONE_LINE, Line, Name, Site
+from rookery.bounds import GIVEN_NAME, INTEGER, ONE_LINE, Line, Name, SiteName
 from rookery.errors import UserError, count_of
 from rookery.spec.files import read_mapping
 from rookery.spec.machine import Count, FrozenModel, Machine, Positive, Time, Workload
@@ -39,7 +39,7 @@ class FleetMachine(Machine):
     model: Annotated[Line, ONE_LINE] = ""
     """The base model with which it was measured; empty where the file does not say it."""
     count: int = Field(1, ge=1, le=MAX_MACHINES)
-    site: Site = ""
+    site: SiteName = ""
     """Where they are; machines of one site share a network."""
     preemptible: bool = False
     """They may vanish: such a machine generates and never trains."""
@@ -48,7 +48,7 @@ class FleetMachine(Machine):
 class Link(FrozenModel):
     """The network between two sites, in both directions."""
 
-    between: tuple[Site, Site]
+    between: tuple[SiteName, SiteName]
     bandwidth: Positive
     """Bytes per second."""
     latency: Time
@@ -58,7 +58,7 @@ class Link(FrozenModel):
 class FleetSpec(FrozenModel):
     machines: Annotated[list[FleetMachine], Field(min_length=1, max_length=MAX_MACHINES)]
     links: Annotated[list[Link], Field(max_length=MAX_MACHINES**2)] = Field(default_factory=list)
-    service: Site = ""
+    service: SiteName = ""
     """The site of the service, which stores every version."""
 
     @model_validator(mode="after")
@@ -236,7 +236,7 @@ def read_plan(path: Path) -> Plan:
 Parsed = TypeVar("Parsed", bound=FrozenModel)
 
 UNITS = "; without a unit: times are in seconds, sizes in bytes, rates in bytes per second"
-"""What a text in the place of a number may mean, such as ``24GB``."""
+"""The rest of the line about a text in the place of a number, such as ``24GB``."""
 
 
 def parsed(model: type[Parsed], path: Path, data: dict[str, Any]) -> Parsed:

@@ -162,7 +162,7 @@ async def test_chains_groups_and_masks_hold_after_any_crashes(tmp_path: Path, se
 
 
 Part = tuple[str, int, int]
-"""Who speaks (nobody: the environment), the number of tokens, and the version of the first one."""
+"""The speaker, empty for the environment, the number of tokens, and the version of the first one."""
 
 PARTS = st.lists(
     st.tuples(st.sampled_from(["", "a", "b", "c"]), st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=12
