@@ -298,11 +298,8 @@ def test_only_top_rooms_get_the_whole_context() -> None:
 LATE_BOUND = {
     ("environments/episodes.py", "environment.ask"): "environments of users have no constructor of ours",
     ("server/app.py", "app.openapi"): "FastAPI's way to replace it",
-    ("server/launcher.py", "schemas.spent"): "the threads exist before the controller whose quotas they charge",
-    ("server/launcher.py", "readers.spent"): "as above",
-    ("server/launcher.py", "threads.spent"): "as above",
-    ("server/launcher.py", "encoders.spent"): "as above",
-    ("server/launcher.py", "openers.spent"): "as above",
+    ("server/launcher.py", "pool.spent"): "the threads exist before the controller whose quotas they charge",
+    ("server/launcher.py", "checks.schemas.spent"): "as above",
     ("server/schema_checks.py", "self._threads.spent"): "as above",
     ("worker/model/transformers_model.py", "self.decoder.forward"): "a module of transformers",
     ("worker/trainer/fsdp/module.py", "layer.forward"): "a module of torch",

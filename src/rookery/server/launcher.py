@@ -162,6 +162,36 @@ class ServiceRules:
     checks: Callable[[EnvironmentRules], EnvironmentChecks] = EnvironmentChecks
 
 
+@dataclass(frozen=True)
+class _Storage:
+    """The claimed database and the artifacts that the service holds."""
+
+    database: Database
+    artifacts: Artifacts
+    lease: Lease
+    writer: StorageWriter
+
+
+class _Pools:
+    """The threads of blocking calls."""
+
+    def __init__(self, opened: AsyncExitStack) -> None:
+        """They end with ``opened``."""
+        self.transfers = TransferThreads(TRANSFERS)
+        self.readers, work = TenantThreads(READERS, "reader"), TenantThreads(WORKERS, "work")
+        encoders, openers = TenantThreads(ENCODERS, "encode"), TenantThreads(OPENERS, "open")
+        checkers, senders = TenantThreads(CHECKERS, "check"), TenantThreads(SENDERS, "sink")
+        self.threads = Threads(work=work, encoders=encoders, openers=openers, checkers=checkers, senders=senders)
+        self.charged = (self.readers, work, encoders, openers)
+        """The pools whose processor time counts as their tenants'."""
+        for close, calls in (
+            (self.readers.close, "reads"), (work.close, "work of tenants"), (encoders.close, "responses"),
+            (openers.close, "reads of artifacts"), (checkers.close, "checks"), (senders.close, "sinks"),
+            (self.transfers.close, "artifacts"),
+        ):  # fmt: skip
+            opened.push_async_callback(close_within, close, calls)
+
+
 class Service:
     """A Rookery service. ``url`` and ``admin_key`` are set once it has started."""
 
@@ -181,6 +211,7 @@ class Service:
         self.url = ""
         self.admin_key = ""
         self._handlers = handlers or []
+        self._clock, self._ids = SystemClock(), RandomIds()
         self._stack = AsyncExitStack()
         self._serving: asyncio.Task[None] | None = None
         self._claiming: asyncio.Task[None] | None = None
@@ -234,42 +265,14 @@ class Service:
         scheme = "http" if tls is None else "https"
         self.url = join_address(scheme, dialled_host(settings.server.host), listening.getsockname()[1])
 
-        database = Database(settings.server.database or folder.database_url)
-        opened.callback(database.close)
         refusals = Counter(dict.fromkeys(REFUSALS, 0))
         connections = Connections(settings.edge.connections, refusals, self._rules.edge, tls)
-        place, stores = Place(*settings.server.artifacts), self._rules.stores
-        await asyncio.to_thread(_check_place, database, place, folder, stores)
-        await self._claim(database, connections, listening)
-        await asyncio.to_thread(database.create)
-        artifacts = await asyncio.to_thread(open_artifacts, place, folder.artifacts, database.owner(), stores)
-        clock, ids, writer = SystemClock(), RandomIds(), StorageWriter()
-        service = incarnation(ids.new("service"), self.url, folder.root, [*folder.locks, *database.locks])
-        lease = Lease(service, database.ended)
-        opened.push_async_callback(close_within, artifacts.release, "the lease on the artifacts")
-        await _hold(artifacts, lease)
-        await asyncio.to_thread(database.used_place, artifacts.where, service.id)
-        opened.callback(writer.close)
+        storage = await self._open_storage(settings.server, folder, connections, listening)
+        database, artifacts = storage.database, storage.artifacts
         self.admin_key, worker_token = folder.admin_key(), folder.worker_token()
-        await asyncio.to_thread(_register_keys, database, folder, ids.new("tenant"), clock.time())
-        transfers = TransferThreads(TRANSFERS)
-        readers, threads = TenantThreads(READERS, "reader"), TenantThreads(WORKERS, "work")
-        opened.push_async_callback(close_within, readers.close, "reads")
-        opened.push_async_callback(close_within, threads.close, "work of tenants")
-        encoders, openers = TenantThreads(ENCODERS, "encode"), TenantThreads(OPENERS, "open")
-        opened.push_async_callback(close_within, encoders.close, "responses")
-        opened.push_async_callback(close_within, openers.close, "reads of artifacts")
-        checks = self._rules.checks(EnvironmentRules.of(settings.server))
-        checkers = TenantThreads(CHECKERS, "check")
-        opened.push_async_callback(close_within, checkers.close, "checks")
-        opened.callback(checks.close)  # runs first: a check that runs fails
-        senders = TenantThreads(SENDERS, "sink")
-        opened.push_async_callback(close_within, senders.close, "sinks")
-        schemas = SchemaChecks()
-        opened.callback(schemas.close)
-        graders = GraderTrials(settings.server.sandbox, settings.server.judges)
-        opened.push_async_callback(graders.close)
-        opened.push_async_callback(close_within, transfers.close, "artifacts")
+        await asyncio.to_thread(_register_keys, database, folder, self._ids.new("tenant"), self._clock.time())
+        pools = _Pools(opened)
+        checks = self._open_checks(settings.server)
         base_models = BaseModels(settings.cache)
         opened.push_async_callback(base_models.close)
 
@@ -284,14 +287,14 @@ class Service:
         controller = Controller(
             Services(
                 settings=settings,
-                clock=clock,
-                ids=ids,
-                store=Store(database, writer, transfers, readers),
+                clock=self._clock,
+                ids=self._ids,
+                store=Store(database, storage.writer, pools.transfers, pools.readers),
                 artifacts=artifacts,
                 chat=base_models.chat,
-                threads=Threads(work=threads, encoders=encoders, openers=openers, checkers=checkers, senders=senders),
+                threads=pools.threads,
             ),
-            check_environment=checks.validate,
+            check_environment=checks.environments.validate,
             jobs_folder=folder.jobs,
             options=ControllerOptions(
                 workers=LocalWorkers(provide=cluster.provide, release=cluster.release, scale=cluster.scale),
@@ -303,13 +306,14 @@ class Service:
             ),
         )
         quotas = controller.context.rooms.quotas
-        readers.spent = threads.spent = encoders.spent = openers.spent = quotas.service_time.spend
-        schemas.spent = quotas.service_time.spend
+        for pool in pools.charged:
+            pool.spent = quotas.service_time.spend
+        checks.schemas.spent = quotas.service_time.spend
         opened.enter_context(controller.record.sampled())
         opened.push_async_callback(controller.stop)
         await controller.start()
 
-        keys = Keys(database, clock)
+        keys = Keys(database, self._clock)
         opened.push_async_callback(close_within, keys.close, "reads of keys")
         context = ServiceContext(
             controller=controller,
@@ -319,10 +323,10 @@ class Service:
                 failures=FailedKeys(
                     self._rules.edge.failed_keys_per_minute, map(hash_key, (self.admin_key, worker_token))
                 ),
-                signins=SignIns(clock, hmac.digest(self.admin_key.encode(), b"sign in to the page", "sha256")),
+                signins=SignIns(self._clock, hmac.digest(self.admin_key.encode(), b"sign in to the page", "sha256")),
             ),
-            checks=Checks(environments=checks, schemas=schemas, graders=graders),
-            readiness=Readiness(partial(asyncio.to_thread, database.ping), clock),
+            checks=checks,
+            readiness=Readiness(partial(asyncio.to_thread, database.ping), self._clock),
             refusals=refusals,
             closing=self._closing,
         )
@@ -330,13 +334,43 @@ class Service:
         self._serving = await self._serve(opened, build(context), listening, stop_seconds)
         self._claiming = asyncio.create_task(self._renew_claim(database), name="claim")
         opened.push_async_callback(cancel_all, self._claiming)
-        watch = asyncio.create_task(restarting(partial(connections.watch, clock), clock), name="expiry")
+        watch = asyncio.create_task(restarting(partial(connections.watch, self._clock), self._clock), name="expiry")
         opened.push_async_callback(cancel_all, watch)
         opened.push_async_callback(
-            cancel_all, asyncio.create_task(_renew_hold(artifacts, lease, self._rules.claim_seconds), name="holder")
+            cancel_all,
+            asyncio.create_task(_renew_hold(artifacts, storage.lease, self._rules.claim_seconds), name="holder"),
         )
         opened.push_async_callback(cluster.stop)  # runs first, so that workers can send their results
         await cluster.start()
+
+    async def _open_storage(
+        self, settings: ServerSettings, folder: DataFolder, connections: Connections, listening: socket.socket
+    ) -> _Storage:
+        """Claim the database, which may mean to wait as a standby, and hold the place of its artifacts."""
+        opened = self._stack
+        database = Database(settings.database or folder.database_url)
+        opened.callback(database.close)
+        place, stores = Place(*settings.artifacts), self._rules.stores
+        await asyncio.to_thread(_check_place, database, place, folder, stores)
+        await self._claim(database, connections, listening)
+        await asyncio.to_thread(database.create)
+        artifacts = await asyncio.to_thread(open_artifacts, place, folder.artifacts, database.owner(), stores)
+        service = incarnation(self._ids.new("service"), self.url, folder.root, [*folder.locks, *database.locks])
+        lease, writer = Lease(service, database.ended), StorageWriter()
+        opened.push_async_callback(close_within, artifacts.release, "the lease on the artifacts")
+        await _hold(artifacts, lease)
+        await asyncio.to_thread(database.used_place, artifacts.where, service.id)
+        opened.callback(writer.close)
+        return _Storage(database, artifacts, lease, writer)
+
+    def _open_checks(self, settings: ServerSettings) -> Checks:
+        """Their processes end before the threads that wait for them: a check that runs fails."""
+        environments, schemas = self._rules.checks(EnvironmentRules.of(settings)), SchemaChecks()
+        graders = GraderTrials(settings.sandbox, settings.judges)
+        self._stack.callback(environments.close)
+        self._stack.callback(schemas.close)
+        self._stack.push_async_callback(graders.close)
+        return Checks(environments=environments, schemas=schemas, graders=graders)
 
     async def _claim(self, database: Database, connections: Connections, listening: socket.socket) -> None:
         """Claim the database. Where another service has it and artifacts are shared, wait until that one ends."""
