@@ -108,32 +108,7 @@ class JobValidator:
                 f"policies: they have {count_of(len(set(spec.base_models)), 'base model')}, allowed: {most:g} of a"
                 " tenant at once"
             )
-        for name, policy in spec.policies.items():
-            if policy.lora_rank > services.settings.engine.max_rank:
-                problems.append(
-                    f"policies.{name}.rank: given {policy.rank}, allowed: at most {services.settings.engine.max_rank}"
-                    " (the service's ROOKERY_MAX_RANK)"
-                )
-            model = spec.base_model_of(name)
-            reason = await self._services.threads(self._not_native, model) if policy.full else ""
-            if reason:
-                problems.append(f"policies.{name}.full: {reason}, which trains full-parameter policies; leave full out")
-            if policy.trainers > 1 and services.settings.training.trainer_processes > 1:
-                problems.append(
-                    f"policies.{name}.trainers: given {policy.trainers}, allowed: 1 where a worker trains with a group"
-                    " of processes (the service's ROOKERY_TRAINER_PROCESSES)"
-                )
-            if spec.algorithm.on_pairs and services.settings.training.trainer_processes > 1:
-                problems.append(
-                    "algorithm.name: dpo needs workers that train in one process (the service's"
-                    " ROOKERY_TRAINER_PROCESSES is more than 1), which do not divide pairs"
-                )
-            if policy.warm_start is not None and policy.warm_start.peft is not None:
-                problems.append(
-                    f"policies.{name}.warm_start.peft: the service reads no files of yours; upload the folder"
-                    f" {policy.warm_start.peft!r} (POST /api/v1/adapters; the Python client and rookery run do"
-                    " it) and give warm_start.upload"
-                )
+        problems += await self._policy_problems(spec)
         problems += judge_problems(spec) + silent_problems(spec)
         problems += await self._judge_problems(tenant, spec, set(models.values()))
         problems += job_problems(spec, services.settings.limits, self._refused)
@@ -156,17 +131,54 @@ class JobValidator:
         if problems:
             raise SpecError(problems)
         spec = await self._store_rows(tenant, spec)
+        rows = await self._policy_rows(tenant, spec)
+        return spec, rows, [*spec_warnings(spec), *split_warnings(spec, sizes)]
+
+    async def _policy_problems(self, spec: JobSpec) -> list[str]:
+        """The parts of a job's policies that the service's settings do not allow, a line each."""
+        settings = self._services.settings
+        problems = []
+        for name, policy in spec.policies.items():
+            if policy.lora_rank > settings.engine.max_rank:
+                problems.append(
+                    f"policies.{name}.rank: given {policy.rank}, allowed: at most {settings.engine.max_rank}"
+                    " (the service's ROOKERY_MAX_RANK)"
+                )
+            model = spec.base_model_of(name)
+            reason = await self._services.threads(self._not_native, model) if policy.full else ""
+            if reason:
+                problems.append(f"policies.{name}.full: {reason}, which trains full-parameter policies; leave full out")
+            if policy.trainers > 1 and settings.training.trainer_processes > 1:
+                problems.append(
+                    f"policies.{name}.trainers: given {policy.trainers}, allowed: 1 where a worker trains with a group"
+                    " of processes (the service's ROOKERY_TRAINER_PROCESSES)"
+                )
+            if spec.algorithm.on_pairs and settings.training.trainer_processes > 1:
+                problems.append(
+                    "algorithm.name: dpo needs workers that train in one process (the service's"
+                    " ROOKERY_TRAINER_PROCESSES is more than 1), which do not divide pairs"
+                )
+            if policy.warm_start is not None and policy.warm_start.peft is not None:
+                problems.append(
+                    f"policies.{name}.warm_start.peft: the service reads no files of yours; upload the folder"
+                    f" {policy.warm_start.peft!r} (POST /api/v1/adapters; the Python client and rookery run do"
+                    " it) and give warm_start.upload"
+                )
+        return problems
+
+    async def _policy_rows(self, tenant: str, spec: JobSpec) -> list[PolicyRow]:
+        """The rows of the policies that have versions; an earlier run's or an upload's artifact is their start."""
         rows = []
         for name, policy in spec.policies.items():
             if policy.base or policy.follows is not None:
                 continue  # it does not have its own versions
             new = PolicyRow(
-                id=services.ids.new("policy"), tenant=tenant, name=name, rank=policy.lora_rank,
+                id=self._services.ids.new("policy"), tenant=tenant, name=name, rank=policy.lora_rank,
                 alpha=policy.scale_alpha, targets=[] if policy.full else list(policy.targets),
             )  # fmt: skip
             start = await self.warm_start(tenant, spec.of_policy(name), new)
             rows.append(replace(new, warm_start=start.hash if start is not None else None))
-        return spec, rows, [*spec_warnings(spec), *split_warnings(spec, sizes)]
+        return rows
 
     async def _judge_problems(self, tenant: str, spec: JobSpec, served: Collection[str]) -> list[str]:
         """The models of a grader that cannot be asked, a line each. The job's own base models, ``served``, can."""
