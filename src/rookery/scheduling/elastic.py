@@ -18,8 +18,8 @@ of 10 and 30 steps for the published bands, trainers wait for half to three quar
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 LEAST_STEPS = 3
@@ -62,8 +62,7 @@ class PoolStep(NamedTuple):
     """The seconds of these with requests, summed over the workers."""
 
 
-@dataclass(frozen=True)
-class StepWindow:
+class StepWindow(NamedTuple):
     """Some steps in a row of all asynchronous policies of a base model, while ``workers`` generated."""
 
     workers: int
@@ -102,7 +101,7 @@ def step_window(workers: int, steps: Sequence[PoolStep]) -> StepWindow:
     found = _window(workers, count, total, SPREAD)
     if count < LEAST_STEPS or not found.need:
         return found
-    others = [PoolStep(*(of_all - of_one for of_all, of_one in zip(total, step, strict=True))) for step in steps]
+    others = [PoolStep(*map(operator.sub, total, step)) for step in steps]
     needs = [_window(workers, count - 1, other, SPREAD).need for other in others]
     mean = sum(needs) / count
     spread = math.sqrt((count - 1) * sum((need - mean) ** 2 for need in needs)) / found.need
