@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.datasets import read_jsonl
 from tests.support.faces import MODEL, Reach, ThreadedWorker, served
 
 from rookery.cli.demo import HELD_OUT, Task, compare, view_of
 from rookery.client import Client, Job, Record
 from rookery.client.connection import record
 from rookery.environments.builtins import find
-from rookery.environments.jsonl import read_jsonl
 from rookery.errors import Unavailable
 from rookery.examples import contacts, phone_book, shopping, slow_clerk
 from rookery.spec.files import read_job

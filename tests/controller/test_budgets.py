@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.support.datasets import read_jsonl
 from tests.support.peers import HANG, MODEL, ScriptedHost, Service, eventually, job_of, settle
 
 from rookery import protocol
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.jobs.runner import START_SECONDS
-from rookery.environments.jsonl import read_jsonl
 from rookery.errors import count_of
 from rookery.spec.parsing import SpecError
 from rookery.storage.repositories import tenants

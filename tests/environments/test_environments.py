@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import faulty
+from tests.support.datasets import read_jsonl
 from tests.support.draws import examples
 from tests.support.libraries import installed
 
@@ -27,7 +28,7 @@ from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.calculator import calculate
 from rookery.environments.datasets import PromptDataset, repeated_note
 from rookery.environments.demonstrations import count_rows
-from rookery.environments.jsonl import QUESTION_PARTS, UNREAD, Jsonl, JsonlOptions, read_jsonl
+from rookery.environments.jsonl import QUESTION_PARTS, UNREAD, Jsonl, JsonlOptions
 from rookery.environments.messages import MessageRefused, conversation
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE, ReasoningGym, ReasoningGymOptions
 from rookery.environments.verifiers.pool import LITERAL, restored, stored

@@ -9,7 +9,6 @@ so an episode that resumes after a crash needs no file.
 from __future__ import annotations
 
 import copy
-import io
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -229,8 +228,8 @@ class Jsonl(RowFiles, AsksModels):
         return messages
 
     def step(self, reply: Reply) -> Step:
-        said = spoken(reply.text, reply.raw, reply.special) or ""
-        call = called(self._options.tools, said) if self._calls < self._options.calls else None
+        text = spoken(reply.text, reply.raw, reply.special) or ""
+        call = called(self._options.tools, text) if self._calls < self._options.calls else None
         if call is not None and not self._asked:
             self._calls += 1
             result = {"role": self._options.tool_role, "content": as_message(call[0].call(call[1]))}
@@ -329,11 +328,6 @@ class IndexedRows(MadePrompts):
             for offset in self.offsets:
                 file.seek(offset)
                 yield decode(file.readline())
-
-
-def read_jsonl(content: bytes, where: str = "dataset") -> list[dict[str, Any]]:
-    """The rows in a JSONL file's content. Raises :class:`UserError` as :func:`scan` does."""
-    return [row for _, row in scan(io.BytesIO(content), where, check=check_row)]
 
 
 def check_row(row: Any, where: str) -> None:
