@@ -123,6 +123,9 @@ whoever somebody nobody everybody goes_on go_on going_on lets_go let_go
 """.split()
 """Words that a test's name must not have: write *reported*, *sent*, *again*, *next to*, *resumes*, *deleted*."""
 
+TERMS = {"own", "beside", "crowd", "tell"}
+"""Words among them that names of the package have: lanes run ``beside`` each other, ``tell`` is a file's method."""
+
 
 parsed = cache(ast.parse)
 
@@ -504,6 +507,19 @@ def test_test_names_are_plain() -> None:
     assert {name for name in names if banned.search(name)} | clauses == set()
 
 
+def test_names_of_the_package_are_plain() -> None:
+    """No name has a word of :data:`COLLOQUIAL` but those of :data:`TERMS`."""
+    banned = {word for word in COLLOQUIAL if "_" not in word} - TERMS
+    phrases = [word.split("_") for word in COLLOQUIAL if "_" in word]
+    found = {
+        where
+        for path, text in sources(SOURCE).items()
+        for name, where in names_in(path, text)
+        if banned & {*words_of(name)} or any(has_words(name, words) for words in phrases)
+    }
+    assert found == set()
+
+
 def test_tests_use_exported_names() -> None:
     """A test that reaches into ``_private`` names of the package breaks with every refactoring."""
     private = re.compile(r"_[a-z]\w*")
@@ -567,14 +583,14 @@ def test_every_text_file_names_its_encoding() -> None:
 @pytest.mark.parametrize("folder", ["src/rookery", "tests", "benchmarks"])
 def test_docstrings_name_their_subject(folder: str) -> None:
     """A docstring that only names another place says nothing where it stands, one that begins with *what* names
-    nothing, and one that begins with an ellipsis ends the sentence of another field."""
+    nothing, and one that begins with *that* or with an ellipsis ends the sentence of another field."""
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path, text in sources(ROOT / folder).items()
         for node in ast.walk(parsed(text))
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
-        and str(node.value.value).startswith(("See ", "What ", "Who ", "Whoever ", "Whom ", "Those ", "…"))
+        and str(node.value.value).startswith(("See ", "What ", "Who ", "Whoever ", "Whom ", "Those ", "That ", "…"))
     ]
     assert found == []
 

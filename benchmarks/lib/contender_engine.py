@@ -41,8 +41,8 @@ class Engine:
         self._engines: dict[int, NativeEngine] = {}
 
     def _engine(self, rows: int, shared: bool) -> NativeEngine:
-        """That of the runs before, with the room that it has made by then, as a worker's: but a group's prompt shall be
-        computed, not be found in the cache of the run before."""
+        """The engine of the runs before, with the room that it has made by then, as a worker's: but a group's prompt
+        shall be computed, not be found in the cache of the run before."""
         if shared or rows not in self._engines:
             runner = best_runner(self.decoder, self.loras, 4 << 30)
             self._engines[rows] = NativeEngine(WeightSets(self.decoder, self.loras, runner), self.decode, max_rows=rows)

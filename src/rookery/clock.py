@@ -91,13 +91,13 @@ class SteadyTime:
             self._since, passed = (time, monotonic), 0.0
         return passed
 
-    def tells(self, age: float) -> bool:
+    def may_expire(self, age: float) -> bool:
         """Whether what looks older than ``age`` may be deleted."""
         return self.seconds >= min(age, self._jump)
 
     def before(self, age: float) -> float:
         """The time before which things are older than ``age``; that of no thing while the clock cannot tell."""
-        return self._clock.time() - age if self.tells(age) else 0.0
+        return self._clock.time() - age if self.may_expire(age) else 0.0
 
 
 class BusyTime:

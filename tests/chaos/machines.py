@@ -160,7 +160,7 @@ class SpotMachine:
     def __init__(self, simulated: SimulatedFleet, number: int, *, trains: bool) -> None:
         self.name = f"w{number}"
         self.address = f"http://{self.name}:1"
-        """That of every process of the machine."""
+        """The address of every process of the machine."""
         self._host, self._site = place(number, simulated.plan)
         self.trains = trains
         self.process: FakeWorker | None = None

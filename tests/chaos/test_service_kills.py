@@ -120,7 +120,7 @@ JobRunner._assemble = fatal
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_a_job_that_ends_the_service_is_held_and_others_resume(tmp_path: Path) -> None:
-    """That job waits for a person; nobody resumes the others."""
+    """The job waits for a person; nobody resumes the others."""
     write_model(tmp_path / "cache")
     settings = {"ROOKERY_START_CRASHES": "2", **patched(tmp_path, FATAL)}
     endless = [job(name=f"job{number}", seed=number, stop={"steps": 1_000_000}) for number in range(JOBS)]

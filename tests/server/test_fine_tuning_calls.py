@@ -192,7 +192,7 @@ def test_an_interval_of_evaluations_needs_rows_for_them(called: Called) -> None:
 
 
 def test_a_job_starts_from_the_first_policy_of_a_job_with_several(called: Called) -> None:
-    """That which answers by the job's own name, whatever the order of the names."""
+    """The one that answers by the job's own name, whatever the order of the names."""
     lora = {"rank": 4, "targets": ["q"]}
     judge = {"name": "judge", "policy": "judge", "prompt": "Is it {answer}?", "scale": 4}
     submitted = called.http.post("/../api/v1/jobs", json={

@@ -733,7 +733,7 @@ def test_of_many_committers_one_wins(database: Database) -> None:
 
 
 def test_whether_an_artifact_is_named_is_known_after_the_present_commit(database: Database, url: str) -> None:
-    """That commit is one whose connection broke: the server may still carry it out."""
+    """The commit's connection broke: the server may still carry it out."""
     submit(database)
     commit(database, database.write(jobs.next_lease, "job-main"), None, [], 0)
     digest, other = manifest("job-0").hash, manifest("job-1").hash

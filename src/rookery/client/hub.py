@@ -137,7 +137,7 @@ def _within(seconds: float, work: Callable[[], T], abort: Callable[[], None]) ->
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """That of an upload says only which file it was."""
+    """The innermost cause: an upload's error names only its file."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Mapping
 
 FILE_VERSION = b"brain.Event:2"
-"""With which a file begins."""
+"""The event at the beginning of a file."""
 
 
 def event(

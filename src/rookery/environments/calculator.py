@@ -114,10 +114,10 @@ class Calculator(Environment):
         return [{"role": "user", "content": text}]
 
     def step(self, reply: Reply) -> Step:
-        said = spoken(reply.text, reply.raw, reply.special) or ""
+        text = spoken(reply.text, reply.raw, reply.special) or ""
         if reply.turn > 0:
-            return self._judge_answer(said)
-        call = _called(said)
+            return self._judge_answer(text)
+        call = _called(text)
         try:
             result = calculate(call) if call is not None else None
         except ValueError:

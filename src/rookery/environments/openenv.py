@@ -213,8 +213,8 @@ class OpenEnv(Environment):
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def step(self, reply: Reply) -> Step:
-        said = spoken(reply.text, reply.raw, reply.special)
-        action = self._action(said) if said is not None else None
+        text = spoken(reply.text, reply.raw, reply.special)
+        action = self._action(text) if text is not None else None
         answer = await self._ask({"type": "step", "data": action}) if action is not None else None
         self._steps += 1
         refusal = _refusal(answer) if action is not None else "The reply is no JSON object."

@@ -212,6 +212,6 @@ class ReasoningGym(Environment):
 def _packages() -> list[str]:
     """The folder of the library, and those of what it needs."""
     library = importlib.util.find_spec("reasoning_gym")
-    beside = [str(Path(folder).parent) for folder in (library and library.submodule_search_locations) or ()]
+    libraries = [str(Path(folder).parent) for folder in (library and library.submodule_search_locations) or ()]
     others = [path for path in sys.path if Path(path).is_dir() and Path(path).name.endswith("-packages")]
-    return [*dict.fromkeys([*beside, *others])]
+    return [*dict.fromkeys([*libraries, *others])]

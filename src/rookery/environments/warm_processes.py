@@ -106,7 +106,7 @@ class ProcessRoom:
 
 
 ROOM = ProcessRoom()
-"""That of this program."""
+"""The room of this program's pools."""
 
 
 class WarmProcesses(Generic[P]):

@@ -86,7 +86,7 @@ class Stage(NamedTuple):
     seconds: float
     """Predicted rest, alone on all cores; infinite where it cannot be predicted."""
     rows: int = 0
-    """That decode."""
+    """Rows of its decode steps."""
 
 
 JobStages = tuple[Stage, ...]

@@ -151,14 +151,14 @@ class SourceRates:
         rate: float,
         upstream: float | None,
         left: Collection[float],
-        everybody: bool = False,
+        all_left: bool = False,
     ) -> bool:
         """Whether a receiver at ``rate`` is to be left by its readers. ``upstream``: the rate at which its source
         receives, None: that has the artifact whole; ``left``: the rates of those left before over the same link;
-        ``everybody``: all receivers of its site were left, so there is no other one to try."""
+        ``all_left``: all receivers of its site were left, so there is no other one to try."""
         if upstream is not None:  # between sites the link itself may be the slow one
             return link[0] == link[1] and FAR_BELOW * rate < upstream
-        known, tried = self._known.get(link), everybody or len(left) >= TRIES
+        known, tried = self._known.get(link), all_left or len(left) >= TRIES
         if tried:  # this is the most that the source gives now
             known = max((rate, *left))
         elif known is not None or (left and FAR_BELOW * max(left) < rate):

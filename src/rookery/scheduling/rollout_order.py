@@ -47,7 +47,7 @@ class Description(NamedTuple):
     group: str = ""
     """Empty: the item is alone. Such items keep the order of their arrival, before those that are not probes."""
     tokens: int = 0
-    """That it has been served."""
+    """Tokens that were sampled for it."""
     limit: int = 0
     """The most that it can have."""
 

@@ -297,7 +297,7 @@ async def service_context(connection: HTTPConnection) -> ServiceContext:
 
 
 def address_of(connection: HTTPConnection) -> str:
-    """That by which the limits of addresses count a request; empty where it has none."""
+    """The address by which limits count a request; empty where it has none."""
     return source_of(connection.client.host) if connection.client is not None else ""
 
 

@@ -118,7 +118,7 @@ class ReplayResult:
 
     @property
     def tokens(self) -> int:
-        """That were trained on."""
+        """Tokens that were trained on."""
         return sum(step.tokens for step in self.steps)
 
     @property
@@ -251,10 +251,10 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
 
 async def _until_over(site: SimulatedService, jobs: dict[str, str], renting: asyncio.Task[None]) -> None:
     """Until the trace is, or every job has ended."""
-    everybody = asyncio.gather(*(site.controller.queries.wait(tenant, job) for job, tenant in jobs.items()))
-    either: list[asyncio.Future[Any]] = [renting, everybody]
+    jobs_ended = asyncio.gather(*(site.controller.queries.wait(tenant, job) for job, tenant in jobs.items()))
+    either: list[asyncio.Future[Any]] = [renting, jobs_ended]
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    await cancel_all(everybody)
+    await cancel_all(jobs_ended)
     if renting.done():
         renting.result()
 

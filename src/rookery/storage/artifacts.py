@@ -115,7 +115,7 @@ class Artifacts:
         self._owner: str | None = None
         """The identity of the owner; None before :meth:`claim`."""
         self._lease: Lease | None = None
-        """That of the service here; None before :meth:`hold`, and for a command that only reads."""
+        """This service's lease; None before :meth:`hold`, and for a command that only reads."""
         self._holding = threading.Lock()
         self._ran: float | None = None
         """The seconds for which services ran, where there are marked orphans."""
@@ -488,7 +488,7 @@ class Staging:
         return self._folder / self._shards[name].name
 
     def manifest(self) -> Manifest:
-        """That of the files so far. Raises :class:`Conflict` if nothing was written."""
+        """The manifest of the files so far. Raises :class:`Conflict` if nothing was written."""
         if not self._shards:
             raise Conflict("an artifact has at least one file")
         return manifest_of(self._shards.values())

@@ -180,13 +180,13 @@ class Database:
         self.ended = ""
         """The id of the service that had the claim before, where this one waited for its end; else empty."""
         self._inode: tuple[int, int] | None = None
-        """That of the SQLite file which :meth:`create` opened: another one under its name is refused."""
+        """Device and inode of the SQLite file that :meth:`create` opened: another file under its name is refused."""
         self._epoch: str | None = None
-        """That of the last claim; None without one."""
+        """The epoch of the last claim; None without one."""
         self._closed = False
         """:meth:`close` gave up the claim: no memory of the database is left."""
         self._identity: str | None = None
-        """That of the database that :meth:`create` opened: a new connection to another one is refused."""
+        """The identity of the database that :meth:`create` opened: a new connection to another one is refused."""
         self._away = False
         """The last use of it failed, which the log has reported."""
         self._refuses_writes = False
@@ -647,8 +647,8 @@ def _refused(error: DBAPIError) -> bool:
 
 def _reason(error: Exception) -> str:
     """The first line of an error of the driver."""
-    told = getattr(error, "detail", "") or str(getattr(error, "orig", error))
-    return (told.strip() or type(error).__name__).splitlines()[0]
+    detail = getattr(error, "detail", "") or str(getattr(error, "orig", error))
+    return (detail.strip() or type(error).__name__).splitlines()[0]
 
 
 def _file(url: URL) -> str:

@@ -38,7 +38,7 @@ class Column:
 class Rows:
     """A table. Where the whole columns do not fit next to each other, each row becomes lines of ``name value`` pairs,
     under the name of the first column; where only the notes do not fit, they are shown under their row. A note folds
-    beside its row where that takes no more lines."""
+    in the line of its row where that takes no more lines."""
 
     columns: Sequence[Column]
     rows: list[list[Text]] = field(default_factory=list)
@@ -62,24 +62,24 @@ class Rows:
         room = width - taken - sum(len(GAP) for _ in notes)
         wanted = sum(widths[i] for i in notes)
         if wanted <= room:
-            beside, below = shown, list[int]()
+            inline, below = shown, list[int]()
         elif len(notes) == 1 and room >= NARROWEST_NOTE and self._folds_short(console, notes[0], room, width):
             widths[notes[0]] = room
-            beside, below = shown, []
+            inline, below = shown, []
         else:
-            beside, below = whole, notes
-        yield self._line([Text(self.columns[i].name, "bold") for i in beside], beside, widths)
+            inline, below = whole, notes
+        yield self._line([Text(self.columns[i].name, "bold") for i in inline], inline, widths)
         for row in self.rows:
-            yield from self._folded(console, [row[i] for i in beside], beside, widths)
+            yield from self._folded(console, [row[i] for i in inline], inline, widths)
             yield from self._below(console, row, below, width)
 
     def _folds_short(self, console: Console, note: int, room: int, width: int) -> bool:
         """Whether a note in a column of ``room`` characters takes no more lines than under its row."""
-        beside = below = 0
+        inline = below = 0
         for row in self.rows:
-            beside += max(1, len(row[note].wrap(console, room, overflow="fold")))
+            inline += max(1, len(row[note].wrap(console, room, overflow="fold")))
             below += 1 + len(self._under(console, row, note, width))
-        return beside <= below
+        return inline <= below
 
     def _records(self, console: Console, width: int) -> Iterator[RenderableType]:
         """A row as a line of its first column, and under it ``name value`` for the others that are not empty: as many

@@ -67,13 +67,13 @@ class _Ids:
         self._count = 0
 
     def make(self, name: str, given: Any) -> str:
-        """That of the next call, whose id was ``given``."""
+        """The id of the next call, whose id was ``given``."""
         self._made[given] = made = f"functions.{name}:{self._count}"
         self._count += 1
         return made
 
     def of(self, given: Any) -> Any:
-        """That of the last call whose id was ``given``."""
+        """The id of the last call whose id was ``given``."""
         return self._made.get(given, given)
 
 

@@ -92,9 +92,9 @@ class Lane:
     trainer compute beside each other, and in turns there is none. Its fields have the lock."""
 
     threads: int
-    """With which it computes."""
+    """Threads with which it computes."""
     parts: tuple[float, float]
-    """Of the device, that the lane and the trainer beside it compute with."""
+    """The parts of the device with which the lane and the trainer compute."""
     thread: threading.Thread = field(init=False)
     began: float = field(default_factory=running_time)
     computes: bool = True
@@ -420,7 +420,7 @@ class Compute:
 
     @property
     def _lane_threads(self) -> int:
-        """With which the lane computes; 0 in turns."""
+        """Threads with which the lane computes; 0 in turns."""
         return self._lane.threads if self._lane is not None else 0
 
     def _engine_threads(self, core: WorkerCore) -> int:
@@ -479,7 +479,7 @@ class Compute:
         return self._late is not None
 
     def _rows(self, core: WorkerCore) -> Mapping[str, int]:
-        """That each tenant has in the engine; for this thread."""
+        """The rows of each tenant in the engine, as this thread may see them."""
         return self._halves[0].rows if self._lane is not None else core.engine.tenants()
 
     def _start_lane(self, core: WorkerCore, threads: int, parts: tuple[float, float]) -> None:

@@ -35,13 +35,13 @@ class Half:
     """The engine's or the trainer's part of the status."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Of the heartbeat."""
+    """Fields of the heartbeat."""
     gauges: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     rows: Mapping[str, int] = field(default_factory=dict)
-    """That each tenant has in the engine."""
+    """Rows of each tenant in the engine."""
     adapters: frozenset[str] = frozenset()
-    """Hashes of those in the engine's memory."""
+    """Hashes of the adapters in the engine's memory."""
 
 
 def engine_half(core: WorkerCore, used: TimeSlice) -> Half:

@@ -136,11 +136,11 @@ class LanePlan:
         self._clock = clock
         self.table = deepcopy(table)
         self._token_seconds = 0.0
-        """Of training, alone."""
+        """Seconds of a trained token, alone."""
         self._engine_seconds: Counter[StageKind] = Counter()
-        """Of slices of the engine that ended during the trainer's present slice."""
+        """Seconds, by kind, of the engine's slices that ended during the trainer's present slice."""
         self._engine_kind: StageKind = "decode"
-        """That most of them were of, in the last slice with any."""
+        """The kind of most of these seconds in the last slice of the trainer with any."""
         self._spent: defaultdict[str, dict[StageKind, float]] = defaultdict(dict)
         """Of the present stages, by tenant."""
         self._present: dict[Part, set[str]] = {"engine": set(), "trainer": set()}

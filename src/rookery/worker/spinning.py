@@ -108,7 +108,7 @@ class SpinControl:
         self._measure = measure
         self._before: tuple[float, float] | None = None
         self._shares: deque[float] = deque(maxlen=LOOKS)
-        """That the last looks found."""
+        """Shares of their time for which threads waited, in the last looks."""
         self.brief = False
         """Whether threads spin briefly now."""
 

@@ -66,7 +66,7 @@ class SampleReply(Protocol):
 class PreparedCall(PreparedPrompt):
     """A call, tokenized."""
 
-    said: list[protocol.ChatMessage]
+    messages: list[protocol.ChatMessage]
     """The messages in addition to the reply that it follows."""
     history: bytes
     """The digest of its conversation; empty for token ids."""
@@ -159,8 +159,8 @@ class AgentCalls:
         conversation repeats."""
         if isinstance(source, str) or (source and isinstance(source[0], int)):
             plain = prepare_prompt(target, chat, source, tools, opening=opening)
-            said = [protocol.ChatMessage(role="prompt", content=chat.decode(plain.prompt))]
-            return PreparedCall(target, chat, plain.prompt, said, b"")
+            shown = [protocol.ChatMessage(role="prompt", content=chat.decode(plain.prompt))]
+            return PreparedCall(target, chat, plain.prompt, shown, b"")
         check_letters(chat, source, tools)
         messages = [dict(message) for message in source if isinstance(message, Mapping)]
         digests = _digests(target.model, messages, [*tools, values] if values else tools)
@@ -323,7 +323,7 @@ class AgentCalls:
         turn = AgentTurn(
             reply.tokens, reply.logprobs, reply.versions, finish=reply.finish, text=reply.text, workers=reply.workers,
             queue_seconds=reply.queue_seconds, generation_seconds=reply.generation_seconds, policy=reply.policy,
-            call=number, parent=parent, added=prompt[length:], messages=prepared.said, history=history,
+            call=number, parent=parent, added=prompt[length:], messages=prepared.messages, history=history,
             options=digest, trained=self.trainable(prepared.target, options.temperature, options.logits),
         )  # fmt: skip
         index = tree.add(turn)

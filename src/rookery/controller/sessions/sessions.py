@@ -197,7 +197,7 @@ class Sessions:
         context, store, rules, steady = self._context, self._context.store, self.rules, self._steady
         await self.futures.drop(steady.before(rules.result), rules.fetched)
         for row in await store.read(sessions.expired_checkpoints, self._time()):
-            if row.expires is not None and steady.tells(row.expires - row.created):
+            if row.expires is not None and steady.may_expire(row.expires - row.created):
                 with work_of(row.tenant):
                     await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)
         await self.samplers.retire(rules.sampler_idle)

@@ -101,7 +101,7 @@ class PolicyRun:
         self._trainers = trainers
         self._lease = 0
         self._position: LogPosition | None = None
-        """That of the worker that trains the policy; None where no worker's state is known."""
+        """The position that the state of its training worker has; None where no worker's state is known."""
         self._log: list[ForwardRequest | OptimRequest] = []
         """The operations since the last commit."""
         self._missing = ""

@@ -542,8 +542,8 @@ class WeightStore:
         for name, its in left.items():
             if FAR_BELOW * its < rate and (other := self._fleet.get(name)) is not None:
                 self._mark_slow(other)
-        everybody = bool(left) and entry.all_left(link[1])
-        if not self._rates.holds_up(link, rate, above, left.values(), everybody) or move.left:
+        all_left = bool(left) and entry.all_left(link[1])
+        if not self._rates.holds_up(link, rate, above, left.values(), all_left) or move.left:
             return
         if not (readers := entry.readers(worker)):
             return

@@ -191,8 +191,8 @@ class Game(Environment):
         return [{"role": "user", "content": answer["text"]}]
 
     async def step(self, reply: Reply) -> Step:
-        said = spoken(reply.text, reply.raw, reply.special) or ""
-        answer = await self._ask({"step": self._name, "text": said})
+        text = spoken(reply.text, reply.raw, reply.special) or ""
+        answer = await self._ask({"step": self._name, "text": text})
         messages = [] if answer["done"] else [{"role": "user", "content": answer["text"]}]
         return Step(messages, answer["reward"], answer["done"], answer["metrics"])
 

@@ -313,8 +313,8 @@ class Runs:
         mine = [trace for trace in ran.traces if getattr(trace.agent, "name", None) in (self._agent, None, "")]
         errors = [*ran.errors, *(error for trace in ran.traces for error in trace.errors)]
         if not mine or not ran.ok:
-            said = line(errors[0]) if errors else "the episode has no trace of its agent"
-            return {"error": said}
+            reason = line(errors[0]) if errors else "the episode has no trace of its agent"
+            return {"error": reason}
         metrics: dict[str, list[float]] = {}
         for trace in mine:
             given = {**trace.metrics, **{f"reward_{name}": one and one.value for name, one in trace.rewards.items()}}

@@ -452,8 +452,8 @@ def guarded(text: str, path: str, namespace: dict[str, Any], *, check: bool = Fa
 def checked(checks: dict[str, Any], namespace: dict[str, Any], code_file: str) -> int:
     secret = checks["secret"].encode()
 
-    def report(**said: Any) -> None:
-        os.write(3, secret + json.dumps(said).encode() + b"\n")
+    def report(**fields: Any) -> None:
+        os.write(3, secret + json.dumps(fields).encode() + b"\n")
 
     worst = 0
     for number, text in enumerate(checks.get("asserts", ())):

@@ -433,11 +433,11 @@ def joined_relations(latex: str) -> tuple[str, list[str]]:
 
 def contradict(latex: str, other: str) -> bool:
     """Whether the words of two answers in boxes say the opposite: 5 up is not 5 down."""
-    said = [
+    directions = [
         dict(OPPOSITES[word] for word in re.findall("[a-z]+", content.lower()) if word in OPPOSITES)
         for content in (last_box(latex) or "", last_box(other) or "")
     ]
-    return any(said[0][axis] != said[1][axis] for axis in said[0].keys() & said[1].keys())
+    return any(directions[0][axis] != directions[1][axis] for axis in directions[0].keys() & directions[1].keys())
 
 
 def content_of(latex: str) -> str:

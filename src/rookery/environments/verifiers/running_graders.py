@@ -139,13 +139,13 @@ def _takes_two(arguments: ast.arguments) -> bool:
     return required <= 2 and (given >= 2 or arguments.vararg is not None) and not keyword_only
 
 
-def _finite(value: Any, said: str, kind: str) -> float:
+def _finite(value: Any, subject: str, kind: str) -> float:
     try:
         number = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
         number = math.nan
     if not math.isfinite(number):
-        raise GraderFailed(kind, f"{said} {short(repr(value))}, not a finite number")
+        raise GraderFailed(kind, f"{subject} {short(repr(value))}, not a finite number")
     return number
 
 
@@ -248,8 +248,8 @@ class ScoreModel(ModelGrader):
         sampling = self.sampling_params or JudgeSampling()
         given = self.answer(sample, item, tools, "result", {"type": "number"}, sampling)
         if isinstance(given, bool):
-            said = f"the model gave the score {json.dumps(given)}, not a number"
-            raise GraderFailed("model_grader_parse_error", said)
+            reason = f"the model gave the score {json.dumps(given)}, not a number"
+            raise GraderFailed("model_grader_parse_error", reason)
         number = _finite(given, "the model gave the score", "model_grader_parse_error")
         low, high = self.range or (0.0, 1.0)
         return min(high, max(low, number))

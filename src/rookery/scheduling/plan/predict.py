@@ -377,7 +377,7 @@ class _Finish:
         return self._offset + episodes * self._prefill + interpolate(self._counts, self._seconds, episodes)
 
     def episodes(self, seconds: float) -> float:
-        """That have ended by then."""
+        """How many episodes have ended after so many ``seconds``."""
         low, high = 0.0, float(self._counts[-1])
         if self.seconds(high) <= seconds:
             return high

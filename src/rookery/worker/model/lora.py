@@ -144,7 +144,7 @@ class LoraManager:
         self.residents[key] = ResidentAdapter(0, {}, {}, decoder=load())
 
     def decoder(self, key: str) -> Decoder | None:
-        """That of a full-parameter version; None for a LoRA and for the base model."""
+        """The decoder of a full-parameter version; None for a LoRA and for the base model."""
         resident = self.residents.get(key)
         return resident.decoder if resident is not None else None
 

@@ -342,7 +342,7 @@ def _public(address: str) -> tuple[str, int | None]:
 
 def _own_address(base: str) -> str:
     """This machine's address on the route to the service, once there is one: a boot brings names and routes late."""
-    service, said = urlsplit(base), False
+    service, warned = urlsplit(base), False
     while True:
         try:
             found = socket.getaddrinfo(service.hostname, service.port or 80, type=socket.SOCK_DGRAM)
@@ -351,9 +351,9 @@ def _own_address(base: str) -> str:
                 probe.connect(target)  # sends nothing
                 return str(probe.getsockname()[0])
         except OSError as error:
-            if not said:
+            if not warned:
                 log.warning("no route to %s yet (%s), so no address for other workers", service.hostname, error)
-            said = True
+            warned = True
             time.sleep(ROUTE_SECONDS)
 
 

@@ -318,8 +318,8 @@ class VllmEngine:
             )
         gap = mean_difference(found, expected)
         if gap > self._gap_limit:
-            says = f"log-probabilities differ from the trainer's by {gap:.2f} nats per token"
-            raise UserError(f"{name}: vLLM's {says}, more than ROOKERY_ENGINE_GAP_LIMIT allows ({self._gap_limit:g})")
+            reason = f"log-probabilities differ from the trainer's by {gap:.2f} nats per token"
+            raise UserError(f"{name}: vLLM's {reason}, more than ROOKERY_ENGINE_GAP_LIMIT allows ({self._gap_limit:g})")
         if gap > self._gap_alarm:
             log.warning("%s: vLLM's log-probabilities differ from the trainer's by %.3f nats per token", name, gap)
         self._gaps[ref.hash] = gap

@@ -119,7 +119,7 @@ class TrainingGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Of the other processes."""
+        """The ids of the other processes."""
         return [process.pid or 0 for process in self._processes]
 
     def close(self) -> None:
