@@ -89,10 +89,11 @@ def options(weight: float) -> XRouterOptions:
     return XRouterOptions.model_validate(given)
 
 
-def job(steps: int) -> dict[str, Any]:
-    """The job's fields except name and environment."""
+def job(steps: int, warm_up: int = 0) -> dict[str, Any]:
+    """The job's fields except name and environment. ``warm_up``: steps over which the learning rate rises."""
+    optimizer = {"lr": 2.0e-4, "schedule": {"name": "warmup", "warmup_steps": warm_up} if warm_up else "constant"}
     return {
-        "policies": {"main": {"rank": 16, "optimizer": {"lr": 2.0e-4}, "warm_start": {"job": FORM}}},
+        "policies": {"main": {"rank": 16, "optimizer": optimizer, "warm_start": {"job": FORM}}},
         "algorithm": {
             "name": "grpo", "group_size": 8, "groups_per_step": GROUPS, "max_staleness": 1, "kl_weight": KL_WEIGHT,
         },
@@ -155,8 +156,11 @@ def changed_pools(client: Client, jobs: dict[str, Job]) -> dict[str, Any]:
 def main() -> int:
     parser = learning.options(__doc__, STEPS, "each job")
     parser.add_argument("--weights", type=float, nargs="+", default=list(WEIGHTS), help="weights of the cost, λ")
+    parser.add_argument("--warm-up", type=int, default=0, help="steps over which the learning rate rises")
     given = parser.parse_args()
-    jobs: learning.Jobs = {f"xrouter-{weight:g}": (environment(weight), job(given.steps)) for weight in given.weights}
+    jobs: learning.Jobs = {
+        f"xrouter-{weight:g}": (environment(weight), job(given.steps, given.warm_up)) for weight in given.weights
+    }
     return learning.learn(
         "xrouter", given.folder, jobs, lambda folder, runs, facts: report(folder, given.weights, runs, facts),
         changed_pools if "xrouter-2" in jobs else None, "charts: {folder}/pareto.svg and {folder}/curves.svg",

@@ -172,6 +172,13 @@ def test_routes_count_the_last_call_of_each_reply() -> None:
     assert xrouter.routes(answers) == {"easy": {"low": 1, "top": 1}, "medium": {}, "hard": {"none": 1}}
 
 
+@pytest.mark.parametrize(("warm_up", "name"), [(0, "constant"), (6, "warmup")])
+def test_the_learning_rate_of_a_router_rises_where_that_is_asked_for(warm_up: int, name: str) -> None:
+    job = {"name": "task", "base_model": learning.MODEL, "environment": xrouter.environment(0.5)}
+    schedule = parse_job({**job, **xrouter.job(8, warm_up)}).policies["main"].optimizer.schedule
+    assert (schedule.name, schedule.warmup_steps) == (name, warm_up)
+
+
 def test_yardsticks_leave_room_for_a_router_where_the_cost_counts() -> None:
     prompts = list(XRouter(xrouter.options(2.0)).prompts("eval"))
     for weight in xrouter.WEIGHTS:
