@@ -62,6 +62,7 @@ AGAIN = {
     "16 receivers of 2 GB: <= 1.5 x one copy (20 minutes, 34 GB of disk)": (
         "python -m benchmarks.scale.weights --chain 4 16 --arms ours --mega 2000 --rate 60 --folder FOLDER"
     ),
+    "differences between versions of an adapter": "python -m benchmarks.scale.weights_direct --only lora",
     "availability traces": "python -m benchmarks.scale.simulation",
     "a simulation with the shipped worker's I/O side, 1,000 workers": "python -m benchmarks.scale.shipped_worker",
     "any GPU": "make bench-gpu",
