@@ -7,11 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+from contextvars import ContextVar
 from itertools import permutations
 
 import pytest
 
-from rookery.aio import PORTION_SECONDS, Portions, close_within, in_portions, unless, wait_event
+from rookery.aio import PORTION_SECONDS, Portions, close_within, in_new_thread, in_portions, unless, wait_event
 
 SECONDS = 0.05
 
@@ -125,3 +126,29 @@ def test_a_process_ends_although_one_of_its_threads_hangs(ends: str, code: int, 
     command = [sys.executable, "-c", HANGS.format(ends=ends)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (code, said)
+
+
+async def test_a_call_in_a_new_thread_waits_for_no_other_thread() -> None:
+    """All of asyncio's may hang, as on a disk that is away."""
+    free, loop = threading.Event(), asyncio.get_running_loop()
+    hung = [loop.run_in_executor(None, free.wait) for _ in range(200)]
+    try:
+        assert await in_new_thread(int, "7") == 7
+        with pytest.raises(ValueError, match="invalid literal"):
+            await in_new_thread(int, "seven")
+        waiting = asyncio.create_task(in_new_thread(free.wait))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    finally:
+        free.set()
+    await asyncio.gather(*hung)
+
+
+NAMED: ContextVar[str] = ContextVar("named", default="")
+
+
+async def test_a_call_in_a_new_thread_has_the_context_of_its_caller() -> None:
+    NAMED.set("caller")
+    assert await in_new_thread(NAMED.get) == "caller"
