@@ -65,7 +65,7 @@ from rookery.errors import (
 from rookery.scheduling.job_rules import followed_version
 from rookery.server.launcher import Service, ServiceRules
 from rookery.settings import Settings
-from rookery.storage import models
+from rookery.storage import db, models
 from rookery.storage.columns import DELETED_AT_ONCE, Base, Page, add, rows
 from rookery.storage.data_dir import hash_key, new_key
 from rookery.storage.db import Database, DatabaseInUse
@@ -1584,10 +1584,39 @@ def test_a_connection_notices_that_its_server_has_vanished(postgres: str, option
         driver = connection.connection.driver_connection
         assert driver is not None
         options = driver.info.get_parameters()
-        waits = connection.execute(text("SHOW lock_timeout")).scalar()
+        read_waits = connection.execute(text("SHOW lock_timeout")).scalar()
+    with database.writing() as connection:
+        write_waits = connection.execute(text("SHOW lock_timeout")).scalar()
     database.close()
-    assert options["tcp_user_timeout"] == expected and waits == "1min"
+    assert options["tcp_user_timeout"] == expected and (read_waits, write_waits) == ("5s", "1min")
     assert int(options["keepalives_idle"]) + 3 * int(options["keepalives_interval"]) <= 30
+
+
+def test_a_lock_of_another_session_ends_reads_and_no_claim(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an administrator who repairs the table that has the epoch and the identity: a new connection waited for it
+    a minute, longer than any client, and after two seconds the claim was given up."""
+    monkeypatch.setattr(db, "READ_LOCK_SECONDS", 0.2)
+    url = new_database(postgres)
+    with ExitStack() as opened:
+        one, other = (opened.enter_context(closing(Database(url, claim_wait=0.2))) for _ in range(2))
+        one.claim()
+        one.create()
+        with connected(url) as administrator:
+            administrator.execute(text("LOCK TABLE meta IN ACCESS EXCLUSIVE MODE"))
+            with one.reading() as reading:
+                assert reading.execute(text("SELECT count(*) FROM tenants")).scalar() == 0, "it needs no such table"
+                for _ in range(2):
+                    with pytest.raises(DatabaseAway, match="the database does not answer"):
+                        one.read(tenants.list_tenants)  # in a new connection
+            for ask in (one.ping, one.claim):
+                with pytest.raises(DatabaseAway, match="the database does not answer"):
+                    ask()
+            with pytest.raises(DatabaseInUse):
+                other.claim()
+        one.claim()
+        one.ping()
+        with pytest.raises(DatabaseInUse):
+            other.claim()
 
 
 def set_read_only(url: str, database: Database, value: str) -> None:

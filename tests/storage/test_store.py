@@ -7,9 +7,10 @@ import asyncio
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -18,11 +19,21 @@ from sqlalchemy import event
 from tests.support.peers import eventually, settle
 from tests.support.storing import everything, make_ready, new_group, submit
 
-from rookery.errors import Conflict, NotFound, StorageFull, Unavailable
-from rookery.storage.db import Database
+from rookery.client.connection import READ_SECONDS as CLIENTS_READ_SECONDS
+from rookery.errors import Conflict, DatabaseAway, NotFound, StorageFull, Unavailable
+from rookery.simulation.clock import run as run_virtually
+from rookery.storage.db import READ_LOCK_SECONDS, Database
 from rookery.storage.repositories import jobs, tenants
-from rookery.storage.store import GROUPED_CALLS, GROUPED_SECONDS, StorageWriter, TransferThreads
-from rookery.turns import work_of
+from rookery.storage.store import (
+    GROUPED_CALLS,
+    GROUPED_SECONDS,
+    READ_SECONDS,
+    StorageWriter,
+    TransferThreads,
+    read_within,
+)
+from rookery.storage.store import Store as Stored
+from rookery.turns import SPENT, work_of
 
 
 class Store:
@@ -425,3 +436,73 @@ def test_threads_that_write_to_sqlite_take_turns(database: Database) -> None:
     stop.set()
     busy.join()
     assert max(passed) <= 3, passed
+
+
+# --- requests that read ----------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """A database whose reads take as long as a test says."""
+
+    def read(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+
+@contextmanager
+def in_a_request() -> Iterator[None]:
+    """Within, the current task is that of a request."""
+    token = SPENT.set(lambda seconds: None)
+    try:
+        yield
+    finally:
+        SPENT.reset(token)
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["the read hangs", "all threads hang"])
+def test_a_request_waits_for_a_silent_database_less_than_its_client_does(begun: bool) -> None:
+    async def hung(call: Callable[..., Any]) -> Any:
+        if begun:
+            call()
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        store = Stored(cast(Any, Rows()), cast(Any, None), readers=cast(Any, hung))
+        with in_a_request():
+            for _ in range(2):
+                with pytest.raises(DatabaseAway, match="the database does not answer within 8 s"):
+                    await store.read(cast(Any, lambda: None))
+        now = asyncio.get_running_loop().time()
+        assert now == 2 * READ_SECONDS and READ_LOCK_SECONDS < READ_SECONDS < CLIENTS_READ_SECONDS
+        reading = asyncio.create_task(store.read(cast(Any, lambda: None)))
+        await asyncio.sleep(10 * READ_SECONDS)
+        assert not reading.done(), "what is no request waits"
+        reading.cancel()
+
+    run_virtually(main())
+
+
+def test_a_request_waits_for_the_reads_before_it() -> None:
+    """However many there are, as long as they end."""
+
+    async def main() -> None:
+        turn = asyncio.Lock()
+
+        async def in_turn(call: Callable[..., Any]) -> Any:
+            async with turn:
+                await asyncio.sleep(READ_SECONDS - 1)
+                return call()
+
+        store = Stored(cast(Any, Rows()), cast(Any, None), readers=cast(Any, in_turn))
+        with in_a_request():
+            assert await asyncio.gather(*(store.read(cast(Any, lambda: 7)) for _ in range(5))) == [7] * 5
+
+    run_virtually(main())
+
+
+async def test_a_wait_for_keys_reports_the_database_and_no_other_timeout() -> None:
+    with pytest.raises(DatabaseAway, match="does not answer"):
+        async with read_within(0.01):
+            await asyncio.Event().wait()
+    with pytest.raises(TimeoutError, match="another"):
+        async with read_within(60.0):
+            raise TimeoutError("another")

@@ -48,7 +48,7 @@ from rookery.storage.db import Database
 from rookery.storage.models import KeyRole, KeyRow
 from rookery.storage.repositories import jobs, tenants
 from rookery.storage.repositories.jobs import EpisodeStanding
-from rookery.storage.store import Writer
+from rookery.storage.store import Writer, read_within
 from rookery.turns import SPENT, TENANT, measured
 
 T = TypeVar("T")
@@ -311,7 +311,7 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
         key, ends = service.credentials.signins.key_of(connection)
     if caller is None and key:
         address = address_of(connection)
-        async with _looked_up(service, address, key):
+        async with read_within(), _looked_up(service, address, key):
             row = await service.credentials.keys.find(key)
             if row is None and _key_text(connection).startswith(KEY_PREFIX):
                 raise Unauthorized(
@@ -381,7 +381,7 @@ async def authenticate_agent(connection: HTTPConnection) -> AgentSession:
         raise Unauthorized("no API key; send 'Authorization: Bearer tml-ep-…', the key of the episode")
     address = address_of(connection)
     agents, episode = service.context.rooms.hosts.agents, str(connection.path_params["episode"])
-    async with _looked_up(service, address, key, agent=True):
+    async with read_within(), _looked_up(service, address, key, agent=True):
         tenant, session = await agents.find(episode, key, partial(service.credentials.keys.episode, key))
     await admit(service, connection, Caller(tenant, "tenant", key))
     if isinstance(session, RookeryError):

@@ -82,9 +82,10 @@ CLAIM_SILENT_SECONDS = 30
 """A claim that its process has not renewed for so long ends, in PostgreSQL 14 or later. So does a transaction in which
 nothing happened: the next epoch waits for it."""
 
-LOCK_SECONDS = 2 * CLAIM_SILENT_SECONDS
-"""How long a statement waits for a lock in PostgreSQL, such as that of an administrator's session. The next epoch
-waits longer: for the transactions of the one before."""
+LOCK_SECONDS, READ_LOCK_SECONDS = 2 * CLAIM_SILENT_SECONDS, 5
+"""How long a statement waits for a lock in PostgreSQL, such as that of an administrator's session: one of a transaction
+that may change rows, and any other one, such as that of a new connection. The next epoch waits longer: for the
+transactions of the one before."""
 
 CLAIM_WAIT_SECONDS = 2
 """How long a new service waits for the claim of one that has just ended."""
@@ -302,8 +303,10 @@ class Database:
                     if self._holds_claim(self._claimed):
                         return
                     self._give_up_claim()  # its address may lead to another server by now, where anybody can claim
-            except DBAPIError:  # the claim ended with the connection
-                self._give_up_claim()
+            except DBAPIError as error:
+                if _code(error) == _POSTGRES_LOCK_TIMEOUT:  # the claim is held: somebody locks the epoch's table
+                    raise
+                self._give_up_claim()  # the claim ended with the connection
             connection = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
             free = False
             try:
@@ -316,7 +319,7 @@ class Database:
                     self._begin_epoch()
                 free = True
             except OperationalError as error:
-                if getattr(error.orig, "sqlstate", None) != _POSTGRES_LOCK_TIMEOUT:
+                if _code(error) != _POSTGRES_LOCK_TIMEOUT:
                     raise
             finally:
                 if not free:
@@ -495,6 +498,8 @@ class Database:
     def _begin(self) -> Iterator[Connection]:
         """A writing transaction. Raises :class:`Unavailable` where another service has claimed the database since."""
         with self._turn(), self._plain_errors(), self.engine.begin() as connection:
+            if self.engine.dialect.name == "postgresql":
+                connection.execute(select(func.set_config("lock_timeout", f"{LOCK_SECONDS}s", True)))
             if self._epoch is not None:
                 self._check_epoch(connection.execute(_EPOCH.with_for_update(read=True)).scalar())
             yield connection
@@ -550,7 +555,7 @@ class Database:
                 # The other bits say where it happened.
                 code: int | str | None = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
             else:
-                code = getattr(error.orig, "sqlstate", None)
+                code = _code(error)
             refused = self._disk_error() if code in _SQLITE_DISK_ERRORS else 0
             if code in (sqlite3.SQLITE_FULL, _POSTGRES_DISK_FULL) or refused in NO_ROOM:
                 raise StorageFull("the database's disk is full; free some space, nothing was half-written") from error
@@ -628,9 +633,14 @@ def _session(connection: Connection) -> int:
     return int(connection.execute(select(func.pg_backend_pid())).scalar_one())
 
 
+def _code(error: DBAPIError) -> str | None:
+    """PostgreSQL's code of the error; None for an error that carries none."""
+    return getattr(error.orig, "sqlstate", None)
+
+
 def _of_caller(error: DBAPIError) -> bool:
     """Whether the database refused the caller's rows or statement. All other errors are about the database."""
-    limit = str(getattr(error.orig, "sqlstate", None)).startswith(_POSTGRES_LIMIT_EXCEEDED)
+    limit = str(_code(error)).startswith(_POSTGRES_LIMIT_EXCEEDED)
     return limit or isinstance(error, CALLERS_ERRORS)
 
 
@@ -639,9 +649,8 @@ def _refused(error: DBAPIError) -> bool:
     address."""
     if isinstance(error.orig, sqlite3.Error):
         return False
-    code = getattr(error.orig, "sqlstate", None)
-    if code is not None:
-        return str(code).startswith(_POSTGRES_REFUSALS)
+    if (code := _code(error)) is not None:
+        return code.startswith(_POSTGRES_REFUSALS)
     return isinstance(error, ProgrammingError) or _REFUSED_CONNECTION.search(str(error.orig)) is not None
 
 
@@ -683,7 +692,7 @@ def _prepare_postgresql(connection: Any, record: object) -> None:
         "tcp_keepalives_interval": f"{CLAIM_PROBE_SECONDS}s",
         "tcp_keepalives_count": str(CLAIM_PROBES),
         "idle_in_transaction_session_timeout": f"{CLAIM_SILENT_SECONDS}s",
-        "lock_timeout": f"{LOCK_SECONDS}s",
+        "lock_timeout": f"{READ_LOCK_SECONDS}s",
     }
     with connection.cursor() as cursor:
         for name, value in values.items():

@@ -8,15 +8,18 @@
 * Database calls that wait in the writer at the same time share one transaction; each returns once it is durable.
 * Artifacts may lie behind a network, and have gigabytes: each tenant's wait in a separate line for one of several
   threads, so that a part that hangs, or a large upload, holds up its tenant's alone.
+* A request waits :data:`READ_SECONDS` for a read, and then reports that the database does not answer: a server may
+  stand still, with connections that the system keeps alive.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -24,13 +27,34 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_check
 
 from sqlalchemy import Connection
 
-from rookery.errors import StorageFull
+from rookery.errors import DatabaseAway, StorageFull
 from rookery.storage.columns import LONGEST_PAGE, Page
 from rookery.storage.db import Database
-from rookery.turns import TENANT, TenantLines
+from rookery.turns import SPENT, TENANT, TenantLines
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+READ_SECONDS = 8.0
+"""How long a request waits for a read of the database: less than the ten seconds that clients wait for the response,
+and more than a read waits for a lock, whose error has the cause."""
+
+
+@asynccontextmanager
+async def read_within(seconds: float = READ_SECONDS) -> AsyncIterator[None]:
+    """Raises :class:`DatabaseAway` where the reads within take longer than so many ``seconds`` together."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise _silent(seconds) from None
+
+
+def _silent(seconds: float) -> DatabaseAway:
+    return DatabaseAway(f"the database does not answer within {seconds:g} s")
 
 
 async def every(
@@ -227,12 +251,20 @@ class Store:
     """``database`` behind ``writer``."""
 
     def __init__(
-        self, database: Database, writer: Writer, transfers: Writer | None = None, readers: Writer | None = None
+        self,
+        database: Database,
+        writer: Writer,
+        transfers: Writer | None = None,
+        readers: Writer | None = None,
+        read_seconds: float = READ_SECONDS,
     ) -> None:
         """``transfers`` runs calls that read or write whole artifacts, those of a tenant in order, for which no
         transaction waits; else the writer does. ``readers`` runs calls that only read: they see what is durable and
-        wait for nobody's changes; else the writer does."""
+        wait for nobody's changes; else the writer does. A request waits ``read_seconds`` for one of them."""
         self.database = database
+        self._read_seconds = read_seconds
+        self._last_read = -math.inf
+        """When a read of a request ended last (seconds of the loop)."""
         self._writer = writer
         self._readers: Writer = readers or writer
         self.transfer: Writer = transfers or writer
@@ -252,5 +284,39 @@ class Store:
     def read(
         self, function: Callable[Concatenate[Connection, P], T], *arguments: P.args, **named: P.kwargs
     ) -> Coroutine[Any, Any, T]:
-        """Run a function of :mod:`rookery.storage.repositories` that only reads. It sees what is durable."""
-        return self._readers(self.database.read, function, *arguments, **named)
+        """Run a function of :mod:`rookery.storage.repositories` that only reads. It sees what is durable. In a request
+        it raises :class:`DatabaseAway` where the database takes longer than a client waits for."""
+        call = partial(self.database.read, function, *arguments, **named)
+        return self._readers(call) if SPENT.get() is None else self._read_in_time(call)
+
+    async def _read_in_time(self, call: Callable[[], T]) -> T:
+        """The time in which reads of others end before this one begins does not count: it is theirs."""
+        loop = asyncio.get_running_loop()
+        submitted, begun = loop.time(), list[float]()
+        timer = loop.call_later(self._read_seconds, lambda: look())
+
+        def run() -> T:
+            begun.append(loop.time())
+            try:
+                return call()
+            finally:
+                self._last_read = loop.time()
+
+        def look() -> None:
+            nonlocal timer
+            left = (begun[0] if begun else max(submitted, self._last_read)) + self._read_seconds - loop.time()
+            if left <= 0:
+                limit.reschedule(loop.time())
+            else:
+                timer = loop.call_later(left, look)
+
+        try:
+            async with asyncio.timeout(None) as limit:
+                try:
+                    return await self._readers(run)
+                finally:
+                    timer.cancel()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise _silent(self._read_seconds) from None
