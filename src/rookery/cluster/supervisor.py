@@ -20,6 +20,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -27,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from rookery.aio import wait_event
+from rookery.aio import in_new_thread, wait_event
 from rookery.children import child_variables, interpreter
 from rookery.errors import EXIT_REFUSED
 from rookery.turns import service_task
@@ -49,8 +50,9 @@ _FROM_OUTSIDE = (0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL)
 _LOG_PREFIX = re.compile(r"^[\d-]+ [\d:,.]+ [A-Z]+ [\w.]+: ")
 NODE_LOST = 256
 """In place of the exit code of a child that was lost with its machine: no process can end with it."""
-LOG_BYTES = 16 << 20
-"""A child's log that is larger is rotated when the child starts; the service's own log has the same limit."""
+LOG_BYTES, LOG_SECONDS = 16 << 20, 30.0
+"""A child's log that is larger is rotated when the child starts, or at one of the looks at it while it runs; the
+service's log has the same limit. Libraries of environments write what they like."""
 
 State = Literal["starting", "running", "waiting", "refused", "stopped"]
 
@@ -235,6 +237,7 @@ class Supervisor:
         if self._stopping.is_set() or child.removed:  # while it was being started
             _signal(process.terminate)
         healthy = asyncio.get_running_loop().call_later(HEALTHY_SECONDS, setattr, child, "failure", "")
+        watching = asyncio.create_task(_watch_log(path))
         try:
             return await process.wait()
         except Exception:
@@ -243,6 +246,7 @@ class Supervisor:
             raise
         finally:
             healthy.cancel()
+            watching.cancel()
             del self._processes[child]
             child.pid = 0
 
@@ -271,7 +275,33 @@ def _rotate(path: Path) -> None:
     keeps writing to the file that it was given."""
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_size > LOG_BYTES:
-            path.replace(path.with_name(f"{path.name}.1"))
+            path.replace(_old(path))
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")
+
+
+async def _watch_log(path: Path) -> None:
+    """Bound the log of a running child, until cancelled."""
+    while True:
+        await asyncio.sleep(LOG_SECONDS)
+        with contextlib.suppress(OSError):  # it was deleted, or its disk is away
+            await in_new_thread(_shorten, path)
+
+
+def _shorten(path: Path) -> None:
+    """Keep the end of a log that has grown large as the old log, and empty it: its process appends to it. Where the
+    disk has no room, the end is lost, too."""
+    with path.open("r+b") as file:
+        if (size := os.fstat(file.fileno()).st_size) <= LOG_BYTES:
+            return
+        file.seek(size - LOG_BYTES)
+        try:
+            with _old(path).open("wb") as old:
+                shutil.copyfileobj(file, old)
+        finally:
+            file.truncate(0)
 
 
 def last_line(path: Path) -> str:
