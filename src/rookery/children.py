@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 SEARCHED = "PYTHONPATH"
@@ -41,8 +42,39 @@ def lower_priority(niceness: int) -> None:
 def lower_session_priority(process: int, niceness: int) -> None:
     """Give the session of another process a low priority against those of all sessions, where Linux divides processor
     time by session and permits it. The processes of the session have their niceness by themselves."""
-    with contextlib.suppress(OSError), open(f"/proc/{process}/autogroup", "w", encoding="ascii") as group:
-        group.write(str(niceness))
+    if (session := open_session(process)) is not None:
+        try:
+            set_session_priority(session, niceness)
+        finally:
+            os.close(session)
+
+
+SESSION_TRIES, SESSION_PAUSE = 5, 0.1
+"""Without privileges Linux changes the priority of one session in a tenth of a second."""
+
+
+def open_session(process: int) -> int | None:
+    """A descriptor for :func:`set_session_priority`; None where Linux does not divide processor time by session."""
+    try:
+        return os.open(f"/proc/{process}/autogroup", os.O_WRONLY)
+    except OSError:
+        return None
+
+
+def set_session_priority(session: int, niceness: int, tries: int = SESSION_TRIES) -> bool:
+    """Give a session that was opened a priority, not a negative one. False where the system had no time for it at any
+    of the ``tries``."""
+    for left in reversed(range(tries)):
+        try:
+            os.write(session, str(niceness).encode())
+        except BlockingIOError:
+            if left:
+                time.sleep(SESSION_PAUSE)
+        except OSError:  # it is not permitted
+            return True
+        else:
+            return True
+    return False
 
 
 def lower_thread_priority(niceness: int) -> None:

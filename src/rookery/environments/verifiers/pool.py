@@ -5,8 +5,8 @@ own process it would stop every tenant's environments. Here it costs one forked 
 
 A child imports its library once and forks the process that scores (:func:`serve`): one line of JSON per question. When
 a score exceeds the limit, the fork is killed by SIGPROF, the child answers for it and forks again. A scorer's exception
-is its answer. Up to :data:`MAX_CHILDREN` children run in parallel; an idle one is ended. All end with their parent.
-They have none of the service's ``ROOKERY_`` variables and write no file while they score. Needs POSIX.
+is its answer. Up to :data:`MAX_CHILDREN` children of a tenant run in parallel; an idle one is ended. All end with their
+parent. They have none of the service's ``ROOKERY_`` variables and write no file while they score. Needs POSIX.
 
 ``concurrent.futures`` and pebble start all their workers with the library loaded and measure wall time; a child here
 costs a fork, is started when needed, and is measured by processor time, so a busy machine makes no reply wrong.
@@ -35,7 +35,15 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from rookery.children import add_child_seconds, child_variables, interpreter, lower_priority
+from rookery.children import (
+    add_child_seconds,
+    child_variables,
+    interpreter,
+    lower_priority,
+    lower_session_priority,
+    open_session,
+    set_session_priority,
+)
 from rookery.environments.verifiers.expressions import (
     as_written,
     content_of,
@@ -72,7 +80,8 @@ LOW_PRIORITY = 5
 """Niceness of the children: somebody waits for each answer, but not before the service's and the workers' work."""
 
 LONG_SECONDS, LOWEST_PRIORITY = 0.5, 19
-"""Processor time of a score after which its process has this niceness: a long one must not slow the others' work."""
+"""Processor time of a score after which its process and its session have this niceness: a long one must not slow the
+others' work."""
 
 NEXT_FORK = 75
 """Exit code of a fork that has answered its only question."""
@@ -244,14 +253,17 @@ def serve(
     while forked := os.fork():
         status, used = _ended(forked)
         code = os.waitstatus_to_exitcode(status)
+        if used >= LONG_SECONDS:  # it may have lowered the priority of all that follow
+            lower_session_priority(os.getpid(), niceness)
         if code == NEXT_FORK:
             continue
         if code >= 0:
             sys.exit(f"the scoring process ended with {code}" if code else 0)
         ended = {"timeout": limit} if code == -signal.SIGPROF else {"error": signal.strsignal(-code) or str(code)}
         print(ANSWER + json.dumps({**ended, "seconds": used}), file=answers, flush=True)
+    session = open_session(os.getpid())
     _confine(opens_nothing)
-    signal.signal(signal.SIGVTALRM, _yield_processor)
+    signal.signal(signal.SIGVTALRM, lambda *_: _yield_processor(session))
     while line := sys.stdin.readline():
         began, asked = time.process_time(), json.loads(line)
         signal.setitimer(signal.ITIMER_VIRTUAL, LONG_SECONDS)
@@ -277,9 +289,11 @@ def _ended(forked: int) -> tuple[int, float]:
     return status, usage.ru_utime + usage.ru_stime
 
 
-def _yield_processor(*_: object) -> None:
-    """Handler: what this process computes takes long, so it yields to everybody else's work."""
+def _yield_processor(session: int | None) -> None:
+    """What this process of the ``session`` computes takes long, so it yields to everybody else's work."""
     os.nice(LOWEST_PRIORITY)
+    if session is not None and not set_session_priority(session, LOWEST_PRIORITY, tries=1):
+        signal.setitimer(signal.ITIMER_VIRTUAL, LONG_SECONDS)  # try again then
 
 
 @contextlib.contextmanager
