@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -9,7 +10,8 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -24,6 +26,7 @@ from rookery.controller.weights.tickets import Tickets
 from rookery.errors import UserError
 from rookery.network import client_tls
 from rookery.server.launcher import EmbeddedService
+from rookery.server.routes.gateway import WebSocketConnection
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.repositories import tenants
@@ -219,3 +222,17 @@ def test_unusable_certificate_is_refused(tmp_path: Path) -> None:
     for name in ("empty.pem", "nothing.pem"):
         with pytest.raises(UserError, match=name), served(tmp_path, tls_cert=str(tmp_path / name)):
             pass
+
+
+async def test_a_peer_that_reads_nothing_is_not_waited_for_when_its_connection_closes() -> None:
+    """A close frame waits behind what was sent before, and a process that was stopped reads nothing of it."""
+    ended: list[str] = []
+
+    class Stopped:
+        state = SimpleNamespace(connection=SimpleNamespace(abort=lambda: ended.append("aborted")))
+
+        async def close(self, code: int, reason: str) -> None:
+            await asyncio.Event().wait()
+
+    await WebSocketConnection(cast(Any, Stopped()), 1, close_seconds=0.01).close("no heartbeat for 20 s")
+    assert ended == ["aborted"]

@@ -564,10 +564,17 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
                 self._read_on()
         return message
 
+    def abort(self) -> None:
+        """End the connection without the peer, which has what it has."""
+        self.transport.abort()
+
     async def send(self, message: Any) -> None:
         await super().send(message)
         if self._unread and not self.read_paused:  # a close, after which nobody takes the messages
             self._read_on()
+        if self.close_timer is not None:  # uvicorn would wait for the peer to read what was sent before
+            self.close_timer.cancel()
+            self.close_timer = self.loop.call_later(self.close_timeout, self.abort)
         if message["type"] == "websocket.http.response.body":  # a refusal, which uvicorn would log as an error
             self.handshake_complete = True
 

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import shutil
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -24,7 +25,7 @@ from tests.support.peers import eventually
 
 from rookery import protocol
 from rookery.errors import UserError
-from rookery.worker.transfer import client
+from rookery.worker.transfer import client, peer_http
 from rookery.worker.transfer.cache import AdapterCache, CacheEvents, locked
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import CorruptDownload, TransferFailed, service_client
@@ -460,6 +461,43 @@ async def test_peer_server_serves_signed_reads_only(service: Dialled, peer: Peer
     peer.published.publish(ref.hash)
     assert (await peer.get(shard, good)).status_code == 200
     assert peer.server.bytes_sent > 2 * SIZE
+
+
+async def test_reader_that_was_stopped_keeps_no_other_from_its_response(service: Dialled, tmp_path: Path) -> None:
+    peer = Peer(service, tmp_path / "peer", rules=ServingRules(responses=1, read_seconds=0.1))
+    ref = service.ref(service.store({**FILES, "adapter_model.safetensors": bytes(64 << 20)}), 1)
+    await peer.pull(ref)
+    signed, before = peer.reads.sign(ref.hash), peer.server.bytes_sent
+
+    async def answered() -> bool:
+        return (await peer.get(f"/artifacts/{ref.hash}", signed)).status_code == 200
+
+    with socket.socket() as stopped:
+        stopped.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stopped.connect(("127.0.0.1", httpx.URL(peer.url).port or 0))
+        head = f"GET /artifacts/{ref.hash}/adapter_model.safetensors HTTP/1.1\r\nHost: peer\r\n"
+        stopped.sendall(f"{head}{protocol.READ_HEADER}: {signed}\r\n\r\n".encode())
+        await eventually(lambda: peer.server.bytes_sent > before)
+        await eventually(answered)
+    await peer.close()
+
+
+async def test_connections_without_a_request_end(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any machine of the network can open some: as many as a worker may open files would end its work."""
+    monkeypatch.setattr(peer_http, "MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(peer_http, "HEAD_SECONDS", 0.2)
+    address = "127.0.0.1", httpx.URL(peer.url).port or 0
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as opened:
+        silent = [opened.enter_context(socket.create_connection(address)) for _ in range(8)]
+        for one in silent[:4]:
+            with contextlib.suppress(ConnectionError):  # one that was in excess
+                one.sendall(b"GET /artifacts/0 HTTP/1.1\r\nHost:")
+        for one in silent:
+            one.setblocking(False)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(loop.sock_recv(one, 1), 60) == b""
+    assert (await peer.get("/artifacts/0", "")).status_code == 404
 
 
 async def test_worker_without_a_welcome_permits_no_read(service: Dialled, peer: Peer) -> None:

@@ -28,7 +28,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from rookery import protocol
-from rookery.aio import Signal
+from rookery.aio import BackgroundTasks, Signal
 from rookery.clock import Clock, IdGenerator
 from rookery.controller.fleet.agents import Agents
 from rookery.controller.indexed import IndexedDict
@@ -37,6 +37,8 @@ from rookery.protocol.connection import Connection, Outbox, RegistrationRefused,
 from rookery.settings import Settings
 from rookery.spec import values
 from rookery.spec.job import BUILTIN, EnvironmentSpec
+from rookery.storage.store import Writer
+from rookery.turns import in_thread
 
 T = TypeVar("T")
 A = TypeVar("A", protocol.Prompts, protocol.Observation)
@@ -184,14 +186,17 @@ class EnvironmentHosts:
         ids: IdGenerator,
         unfinished: Callable[[str], Awaitable[Collection[str]]],
         agents: Agents,
+        threads: Writer = in_thread,
     ) -> None:
         """``unfinished(owner)`` returns the owner's jobs that have not ended, including paused ones; those of all
-        tenants for :data:`SERVICE`."""
+        tenants for :data:`SERVICE`. ``threads`` run checks of prompts."""
         self._settings = settings
         self._clock = clock
         self._ids = ids
         self._unfinished = unfinished
+        self._threads = threads
         self._questions: set[asyncio.Task[None]] = set()
+        self._closing = BackgroundTasks()
         self.agents = agents
         """The agents that drive episodes, in hosts or elsewhere."""
         self.hosts: IndexedDict[tuple[str, str], EnvironmentHost] = IndexedDict(owner=lambda host: host.owner)
@@ -315,7 +320,7 @@ class EnvironmentHosts:
             for host in list(self.hosts.values()):
                 if host.connected:
                     if reason := host.outbox.problem(limits.suspect_seconds):
-                        await host.outbox.connection.close(reason)
+                        self._closing.start(host.outbox.connection.close(reason))  # it may hang in closing, too
                 elif not host.episodes and now - host.left > limits.rejoin_seconds:
                     del self.hosts[host.owner, host.hello.instance]
 
@@ -379,7 +384,7 @@ class EnvironmentHosts:
             most = self._settings.limits.row_bytes
             if any(len(prompt) > most for prompt in answer.prompts):
                 raise EnvironmentFailed(f"prompts({split!r}): a prompt has more than {most} bytes (ROOKERY_ROW_BYTES)")
-            if problem := await asyncio.to_thread(_problem, answer.prompts):
+            if problem := await self._threads(_problem, answer.prompts):
                 raise EnvironmentFailed(f"prompts({split!r}): {problem}")
         answer.prompts = answer.prompts[:count]
         return answer

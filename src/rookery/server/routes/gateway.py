@@ -26,10 +26,14 @@ from rookery.protocol.connection import ConnectionClosed
 from rookery.server.auth import Service, ServiceContext, authenticate
 from rookery.server.peft_archive import stream
 from rookery.server.responses import json_response, refusal
+from rookery.storage.store import read_within
 from rookery.turns import work_of
 
 HOP_BYTES = 1 << 20
 """Bytes passed to another thread at once: a thread switch costs more than writing one read of a socket."""
+
+CLOSE_SECONDS = 5.0
+"""Longest wait for a peer to read what was sent before the close frame."""
 
 _NORMAL, _GOING_AWAY = 1000, 1001
 
@@ -37,8 +41,9 @@ _NORMAL, _GOING_AWAY = 1000, 1001
 class WebSocketConnection:
     """A connected WebSocket as a :class:`~rookery.protocol.connection.Connection`."""
 
-    def __init__(self, socket: WebSocket, most: int) -> None:
+    def __init__(self, socket: WebSocket, most: int, close_seconds: float = CLOSE_SECONDS) -> None:
         """``most``: bytes of a message after the hello."""
+        self._close_seconds = close_seconds
         self._socket = socket
         self._most = most
         self._welcomed = False
@@ -64,9 +69,13 @@ class WebSocketConnection:
         return content if content is not None else str(message.get("text", "")).encode()
 
     async def close(self, reason: str) -> None:
-        """The reason is sent in the close frame, cut to 123 bytes, which is its limit."""
+        """The reason is sent in the close frame, cut to 123 bytes, which is its limit. A peer that reads nothing, as a
+        process that was stopped, gets none: its connection ends after :data:`CLOSE_SECONDS`."""
         try:
-            await self._socket.close(_GOING_AWAY, reason.encode()[:123].decode(errors="ignore"))
+            async with asyncio.timeout(self._close_seconds):
+                await self._socket.close(_GOING_AWAY, reason.encode()[:123].decode(errors="ignore"))
+        except TimeoutError:
+            self._socket.state.connection.abort()
         except (WebSocketDisconnect, RuntimeError):
             return  # it is already closed
 
@@ -109,7 +118,9 @@ async def host(socket: WebSocket, service: Service) -> None:
 async def authorize(request: Request, service: ServiceContext, signature: str, digest: str) -> None:
     """Raises :class:`NotFound` unless a worker whose key is valid signed to read the artifact ``digest`` now."""
     key = service.controller.reads.reader(signature, digest)
-    if key is None or await service.credentials.keys.find(key) is None:
+    async with read_within():
+        valid = key is not None and await service.credentials.keys.find(key) is not None
+    if not valid:
         raise NotFound("no such artifact, or the signature is not valid now")
     request.state.signed = True
 

@@ -8,7 +8,8 @@ Promises of the server:
   bytes do not arrive ends early, and the receiver continues elsewhere.
 * It answers byte ranges, so that a receiver continues at the byte where another source stopped.
 * It runs in its own thread and serves a bounded number of requests at a time, so neither computation nor the worker's
-  connection waits for it. Above the bound it answers 503, and the receiver uses another source.
+  connection waits for it. Above the bound it answers 503, and the receiver uses another source. A reader that reads
+  nothing is left, as a worker that was stopped; so are connections without a request.
 * Bytes are served as they are on disk. The receiver has their hash and verifies them.
 * To a reader that has an earlier version it sends the difference, where that is below half of the size
   (:mod:`rookery.worker.transfer.delta`), once it has both whole. A reader that gets none reads the file.
@@ -48,7 +49,7 @@ import msgspec
 import uvicorn
 from cachetools import LRUCache
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -70,6 +71,7 @@ from rookery.worker.transfer.http import (
     one_line,
     size_of,
 )
+from rookery.worker.transfer.peer_http import PeerHttp
 from rookery.worker.transfer.published import ArrivingShard, PublishedArtifacts, Reads
 
 log = logging.getLogger("rookery.worker.transfer.peers")
@@ -118,6 +120,8 @@ class ServingRules:
     expect_seconds: float = 2.0
     """A request for an artifact that is not here waits so long: its order may be on the way, behind that of the
     reader."""
+    read_seconds: float = 30.0
+    """A reader that does not take a block within this time keeps no others from their response."""
     stall_seconds: float = 4.0
     """A response ends when no byte of an arriving artifact came for so long; less than a reader waits for a silent
     source."""
@@ -155,6 +159,7 @@ class PeerServer:
             log_config=None,
             access_log=False,
             lifespan="off",
+            http=PeerHttp,
             ws="none",
             timeout_graceful_shutdown=round(STOP_SECONDS),
         )
@@ -183,11 +188,18 @@ class PeerServer:
 
         async def counted(message: Any) -> None:
             self.bytes_sent += len(message.get("body", b""))
-            await send(message)
+            try:
+                async with asyncio.timeout(self.rules.read_seconds):
+                    await send(message)
+            except TimeoutError:
+                scope["state"]["connection"].abort()
+                raise ClientDisconnect from None
 
         self._responses += 1
         try:
             await self._routes(scope, receive, counted)
+        except ClientDisconnect:
+            await asyncio.sleep(0)  # uvicorn learns of it
         finally:
             self._responses -= 1
 
