@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from tests.support.faces import served
 
 from rookery.tenant_loop import TURNS_SECONDS, TenantLoop
-from rookery.turns import service_task, work_of
+from rookery.turns import loop_time_of, metered, service_task, work_of
 
 
 class TimedLoop(TenantLoop):
@@ -168,6 +169,46 @@ def test_a_task_for_several_tenants_is_the_services() -> None:
         await asyncio.gather(*busy, return_exceptions=True)
 
     timed.run(main)
+
+
+def test_time_of_a_tenant_without_that_of_its_requests_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed, requests, jobs = Timed(), list[float](), Counter[str]()
+    monkeypatch.setattr(time, "thread_time", lambda: timed.loop.now)
+    timed.loop.spent = lambda tenant, seconds: jobs.update({tenant: seconds})  # type: ignore[dict-item]
+
+    async def part(seconds: float) -> None:
+        for _ in range(4):
+            timed.take("a", seconds)
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        with work_of("a"):
+            parts: list[Any] = [metered(part(1.0), requests.append), part(0.5)]
+            tasks = [asyncio.ensure_future(one) for one in parts]
+        await asyncio.gather(*tasks)
+        with loop_time_of("b"):  # as for a message of a worker
+            timed.take("b", 3.0)
+        with loop_time_of(""):
+            timed.take("", 3.0)
+
+    timed.run(main)
+    assert sum(requests) == pytest.approx(4.0)
+    assert {tenant: seconds for tenant, seconds in jobs.items() if seconds} == pytest.approx({"a": 2.0, "b": 3.0})
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["it waits for its turn", "it has no callback"])
+def test_the_next_turns_of_a_tenant_are_later_by_the_time_of_the_services_callbacks(waits: bool) -> None:
+    timed = Timed()
+
+    async def main() -> None:
+        tasks = [timed.work("charged", 50, 0.01)] if waits else []
+        timed.loop.charge("charged", 0.25)
+        tasks += [timed.work(tenant, 50, 0.01) for tenant in ("other", *([] if waits else ["charged"]))]
+        await asyncio.gather(*tasks)
+
+    timed.run(main)
+    first = Counter(timed.order[:25])
+    assert first["other"] >= 22, first
 
 
 def test_callbacks_that_wait_run_after_one_that_ended_the_loop() -> None:

@@ -8,7 +8,8 @@ tenants that always have some share the time equally. A tenant without callbacks
 that is alone takes all of it.
 
 Callbacks of sockets and of timers, those from other threads, and the service's own wait for no tenant: they wake the
-tasks that work for tenants, and take little time themselves.
+tasks that work for tenants, and take little time themselves. A longer part of them, such as a worker's message, is
+charged to its tenant (:func:`~rookery.turns.loop_time_of`), whose next turn is later by it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from itertools import count
 from selectors import BaseSelector
 from typing import TypeVarTuple, Unpack
 
-from rookery.turns import TENANT
+from rookery.turns import TENANT, metered_seconds
 
 Ts = TypeVarTuple("Ts")
 
@@ -48,6 +49,10 @@ class TenantLoop(asyncio.SelectorEventLoop):
         their order."""
         self._taken: dict[str, float] = {}
         """By other tenant, the time that it took."""
+        self._charged: dict[str, float] = {}
+        """By tenant, time of the service's callbacks since its last turn."""
+        self.spent: Callable[[str, float], object] = lambda tenant, seconds: None
+        """Called with a tenant and the time of its work, without that of requests, which are metered."""
         self._kept = REMEMBERED
         self._least = 0.0
         """The time that the tenant of the last turn had taken before it."""
@@ -58,6 +63,11 @@ class TenantLoop(asyncio.SelectorEventLoop):
     def processor_seconds(self) -> float:
         """The processor time of this thread."""
         return time.thread_time()
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """A callback of the service has worked for the tenant."""
+        self._charged[tenant] = self._charged.get(tenant, 0.0) + seconds
+        self.spent(tenant, seconds)
 
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
@@ -71,7 +81,7 @@ class TenantLoop(asyncio.SelectorEventLoop):
         handle = asyncio.Handle(callback, args, self, context)
         if (line := self._lines.get(tenant)) is None:
             line = self._lines[tenant] = deque()
-            self._wait(tenant, max(self._taken.pop(tenant, 0.0), self._least))
+            self._wait(tenant, max(self._taken.pop(tenant, 0.0), self._least) + self._charged.pop(tenant, 0.0))
         line.append(handle)
         return handle
 
@@ -99,10 +109,12 @@ class TenantLoop(asyncio.SelectorEventLoop):
         handle = line.popleft()
         try:
             if not handle.cancelled():
+                metered = metered_seconds()
                 handle._run()
                 now = self.processor_seconds()
+                self.spent(tenant, max(0.0, now - began - (metered_seconds() - metered)))
         finally:
-            taken = self._least + now - began
+            taken = self._least + now - began + self._charged.pop(tenant, 0.0)
             if line:
                 self._wait(tenant, taken)
             else:

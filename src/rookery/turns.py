@@ -6,20 +6,22 @@
 * :class:`TenantLines` holds what waits: in order for each tenant, and the tenants take turns.
 * :class:`TenantThreads` runs blocking calls, one at a time for each tenant, and the tenants take turns. A tenant with
   a thousand slow calls delays another one by a single call, and the service's own calls by none.
+* :class:`TenantPlaces` has places for tasks, and the tenants take turns for them.
 * :func:`metered` measures the processor time that a coroutine takes of the event loop; :func:`charged` does so in a
-  further task of a request.
+  further task of a request, and :func:`loop_time_of` in a part of the service's work.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import types
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -45,8 +47,18 @@ def work_of(tenant: str) -> Iterator[None]:
 def service_task(work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
     """A task of the service's own work, whose result several tenants wait for: the tenant whose work starts it must not
     delay it."""
-    with work_of(""):
-        return asyncio.create_task(work, name=name)
+    charged = SPENT.set(None)
+    try:
+        with work_of(""):
+            return asyncio.create_task(work, name=name)
+    finally:
+        SPENT.reset(charged)
+
+
+def outlive_request(tenant: str) -> None:
+    """The current task works for ``tenant`` from now on, and belongs to no request, though one may have started it."""
+    TENANT.set(tenant)
+    SPENT.set(None)
 
 
 class TenantLines(Generic[T]):
@@ -99,12 +111,12 @@ class TenantThreads:
         self._running: dict[str, int] = {}
 
     async def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """The result of a blocking call. Where the caller is cancelled, a call that has begun runs to its end."""
+        """The result of a blocking call, in the context of the caller. Where that is cancelled, a call that has begun
+        runs to its end."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._waiting.setdefault(TENANT.get(), deque()).append(
-            _ThreadCall(partial(call, *arguments, **named), future, loop)
-        )
+        run = partial(copy_context().run, call, *arguments, **named)
+        self._waiting.setdefault(TENANT.get(), deque()).append(_ThreadCall(run, future, loop))
         self._start()
         return await future
 
@@ -153,6 +165,40 @@ class TenantThreads:
         self._start()
 
 
+class TenantPlaces:
+    """Places for tasks of one event loop, for which tenants take turns."""
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._waiting = TenantLines[asyncio.Future[None]]()
+
+    @asynccontextmanager
+    async def place(self, tenant: str) -> AsyncIterator[None]:
+        """A place within, for work of the tenant."""
+        if self._free:
+            self._free -= 1
+        else:
+            given = asyncio.get_running_loop().create_future()
+            self._waiting.add(tenant, given)
+            try:
+                await given
+            except asyncio.CancelledError:
+                if given.done() and not given.cancelled():  # in the moment in which it was given
+                    self._leave()
+                raise
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        while (given := self._waiting.take()) is not None:
+            if not given.done():  # else its task was cancelled
+                given.set_result(None)
+                return
+        self._free += 1
+
+
 def measured(call: Callable[[], T], spent: Callable[[float], object]) -> T:
     """The result of a blocking call; ``spent(seconds)`` is called with the processor time that it took in this thread,
     and that of processes that it waited for."""
@@ -182,6 +228,18 @@ async def charged(work: Awaitable[T]) -> T:
     return await run() if (spent := SPENT.get()) is None else await metered(run(), spent)
 
 
+class _Metered(threading.local):
+    seconds = 0.0
+
+
+_metered = _Metered()
+
+
+def metered_seconds() -> float:
+    """The processor time that :func:`metered` has measured in this thread."""
+    return _metered.seconds
+
+
 @types.coroutine
 def metered(coroutine: Coroutine[Any, Any, T], spent: Callable[[float], None]) -> Generator[Any, Any, T]:
     """Runs ``coroutine``; ``spent(seconds)`` is called with the processor time of each stretch between two waits."""
@@ -194,9 +252,25 @@ def metered(coroutine: Coroutine[Any, Any, T], spent: Callable[[float], None]) -
         except StopIteration as end:
             return end.value
         finally:
-            spent(time.thread_time() - began)
+            seconds = time.thread_time() - began
+            _metered.seconds += seconds
+            spent(seconds)
         value = error = None
         try:
             value = yield waits_for
         except BaseException as raised:  # a cancellation, which the coroutine handles
             error = raised
+
+
+@contextmanager
+def loop_time_of(tenant: str) -> Iterator[None]:
+    """The time that a part of the service's work takes of the event loop within is the tenant's."""
+    charge = getattr(asyncio.get_running_loop(), "charge", None)
+    if charge is None or not tenant:
+        yield
+        return
+    began = time.thread_time()
+    try:
+        yield
+    finally:
+        charge(tenant, time.thread_time() - began)

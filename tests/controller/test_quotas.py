@@ -678,3 +678,17 @@ async def test_samples_of_an_earlier_process_run_within_the_limit(service: Servi
     for request in sent:
         assert isinstance(await alice.outcome(request), operations.SampleResult)
     await eventually(lambda: not quotas.in_use("alice"))
+
+
+async def test_service_time_of_a_tenant_is_shown_by_kind(service: Service) -> None:
+    quotas = service.controller.context.rooms.quotas
+    for number, times in enumerate((quotas.service_time, quotas.host_time, quotas.check_time)):
+        times.spend("alice", 1.0 + number)
+    quotas.spend_on_jobs("alice", 4.0)
+    found = quotas.view("alice")
+    assert found["service_parts"] == {"requests": 1.0, "hosts": 2.0, "checks": 3.0, "jobs": 4.0}
+    assert found["service_seconds"] == 10.0 and quotas.view("bob")["service_seconds"] == 0.0
+    assert quotas.check_time.late("alice") == 0.0, "nobody else works"
+    await quotas.service_time.begin("bob")
+    quotas.check_time.spend("alice", 3.0)
+    assert quotas.check_time.late("alice") > 0 and quotas.service_time.late("bob") == 0.0

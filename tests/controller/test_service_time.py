@@ -295,6 +295,19 @@ async def test_a_long_check_delays_the_next_one_by_a_bounded_pause() -> None:
     assert times.seconds["a"] == pytest.approx(301.6)
 
 
+async def test_checks_wait_for_themselves_while_requests_of_others_come() -> None:
+    requests, clock = made()
+    checks = requests.apart(burst=2.0, longest_pause=20.0)
+    await request(requests, "b", 0.001)
+    for _ in range(100):
+        await request(checks, "a", 0.1)
+        await request(requests, "b", 0.001)
+    assert (10 - 2) / 0.25 * 0.9 < clock.now - 1000 < 10 / 0.25 * 1.1
+    before = clock.now
+    await request(requests, "a", 0.001)
+    assert clock.now == before, "its requests do not wait"
+
+
 async def test_time_after_the_end_of_a_request_is_charged_in_full() -> None:
     times, _ = made(working="b")
     account = await times.begin("a")

@@ -13,6 +13,7 @@ import pkgutil
 import random
 import re
 import select
+import shutil
 import socket
 import tarfile
 import threading
@@ -47,6 +48,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from rookery import protocol
 from rookery.bounds import CHUNKS, CONVERSATION, PROMPTS
+from rookery.client import Client
 from rookery.clock import SystemClock
 from rookery.controller.service_time import BURST, REFUSED_WAITING, KeylessTime, RequestAccount, ServiceTime
 from rookery.errors import TooManyRequests, Unauthorized
@@ -778,6 +780,33 @@ def test_bodies_that_never_come_leave_places_for_others(tmp_path: Path) -> None:
 def service_seconds(service: EmbeddedService, name: str) -> float:
     with admin_of(service) as admin:
         return float(next(row["service_seconds"] for row in admin.get("/api/v1/tenants").json() if row["name"] == name))
+
+
+def service_parts(service: EmbeddedService, name: str) -> dict[str, float]:
+    """The same by kind of work."""
+    with admin_of(service) as admin:
+        found = next(row for row in admin.get("/api/v1/tenants").json() if row["name"] == name)
+        assert found["service_seconds"] == pytest.approx(sum(found["service_parts"].values()))
+        return dict(found["service_parts"])
+
+
+def test_service_time_of_jobs_and_checks_is_counted_for_their_tenant(tmp_path: Path) -> None:
+    with served(tmp_path) as service, ThreadedWorker.of(service):
+        ada, _ = keys_of(service, "ada", "bob")
+        assert Client(service.url, ada).submit(job()).wait(timeout=120).state == "completed"
+        found = service_parts(service, "ada")
+        assert all(found[kind] > 0 for kind in ("requests", "checks", "jobs")) and found["hosts"] == 0, found
+        assert set(service_parts(service, "bob").values()) == {0.0}
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: apt-get install bubblewrap")
+def test_service_time_of_graders_is_counted_for_their_tenant(service: EmbeddedService, tenant: httpx.Client) -> None:
+    source = "def grade(sample, item):\n    return float(sum(range(20_000_000)) > 0)\n"
+    grader = {"type": "python", "name": "long", "source": source}
+    before = service_parts(service, "ada")["checks"]
+    tried = {"grader": grader, "model_sample": "x", "item": {}}
+    assert tenant.post("/v1/fine_tuning/alpha/graders/run", json=tried).json()["reward"] == 1
+    assert service_parts(service, "ada")["checks"] - before > 0.05, "a sum of twenty million numbers"
 
 
 def test_reads_of_a_refused_body_are_charged_to_its_tenant(service: EmbeddedService, tenant: httpx.Client) -> None:

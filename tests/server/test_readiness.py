@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 from tests.support.peers import ManualClock, settle
 
+from rookery.aio import cancel_all
 from rookery.errors import DatabaseAway
+from rookery.server import launcher
 from rookery.server.readiness import KEPT_SECONDS, Readiness
 
 
@@ -47,3 +53,29 @@ async def test_a_database_that_is_silent_is_asked_once() -> None:
     assert asked == 1, "no thread waits behind another"
     answer.set()
     assert await readiness.problem() == ""
+
+
+@pytest.mark.parametrize("renews", ["claim", "hold"])
+async def test_a_service_keeps_its_places_while_all_threads_of_others_hang(renews: str) -> None:
+    """As on a disk that is away, or in sinks that are closed: its claim on the database ends after half a minute, and
+    another service takes over."""
+    free, renewed, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
+    hung = [loop.run_in_executor(None, free.wait) for _ in range(200)]
+
+    def renew(*_: object) -> bool:
+        loop.call_soon_threadsafe(renewed.set)
+        return True
+
+    if renews == "claim":
+        service = cast(Any, SimpleNamespace(_rules=SimpleNamespace(claim_seconds=0.0)))
+        work = launcher.Service._renew_claim(service, cast(Any, SimpleNamespace(claim=renew)))
+    else:
+        work = launcher._renew_hold(cast(Any, SimpleNamespace(hold=renew)), cast(Any, None), 0.0)
+    task = asyncio.create_task(work)
+    try:
+        for _ in range(3):
+            await asyncio.wait_for(renewed.wait(), 60)
+            renewed.clear()
+    finally:
+        free.set()
+        await cancel_all(task, *hung)

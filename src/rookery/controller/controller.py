@@ -136,6 +136,7 @@ class Controller:
                 services.ids,
                 lambda owner: store.read(jobs.unfinished_job_ids, owner),
                 Agents(clock, options.random_bytes, lambda episode: store.read(jobs.find_episode, episode)),
+                services.threads.work,
             ),
             usage=UsageMeter(clock, store, quotas),
             models=ModelUse(
@@ -163,7 +164,7 @@ class Controller:
         self.queries = JobQueries(self.context, self.jobs, self.admission, self._stored_spans)
         targets = Targets(self.context, fleet, self.records.refused)
         uploads = Uploads(self.context, quotas, collector)
-        self.add_dataset, self.add_adapter = uploads.add_dataset, uploads.add_adapter
+        self.add_dataset, self.add_adapter, self.checked = uploads.add_dataset, uploads.add_adapter, uploads.checked
         self._validator = JobValidator(
             self.context, targets, uploads, rooms.hosts, quotas, check_environment, self.records.refused
         )
@@ -426,7 +427,7 @@ class Controller:
             while await context.store.write(jobs.delete_history, tenant, job):
                 pass
             await context.rooms.collector.delete_unnamed(jobs.delete_job, tenant, job)
-        await asyncio.to_thread(shutil.rmtree, self._jobs_folder / job, ignore_errors=True)
+        await context.threads(shutil.rmtree, self._jobs_folder / job, ignore_errors=True)
         log.info("job %s is deleted by its owner", job, extra={"tenant": tenant, "job": job})
 
     async def delete_upload(self, tenant: str, digest: str) -> None:

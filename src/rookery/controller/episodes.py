@@ -5,7 +5,6 @@ The source is the database alone, so a job that has ended, or whose process was 
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import itertools
 import math
@@ -39,6 +38,7 @@ from rookery.controller.jobs.trajectory import (
     decode_result,
     decode_turns,
 )
+from rookery.controller.services import Threads
 from rookery.errors import UserError
 from rookery.scheduling.health import EPISODES_READ, RecentEpisode
 from rookery.spec import values
@@ -54,7 +54,7 @@ from rookery.storage.repositories.episodes import (
     groups_page,
     version_of_step,
 )
-from rookery.storage.store import Store, Writer
+from rookery.storage.store import Store
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import status
 
@@ -65,11 +65,11 @@ Member = TypeVar("Member", bound=MemberView)
 
 
 class EpisodeQueries:
-    def __init__(self, store: Store, chat: Callable[[str], Awaitable[Chat]], encoders: Writer, cache: Path) -> None:
-        """``chat`` as the services have it; ``cache``: where base models are prepared."""
+    def __init__(self, store: Store, chat: Callable[[str], Awaitable[Chat]], threads: Threads, cache: Path) -> None:
+        """``chat`` and ``threads`` as the services have them; ``cache``: where base models are prepared."""
         self._store = store
         self._prepared_chat = chat
-        self._encoders = encoders
+        self._encoders, self._openers = threads.encoders, threads.openers
         self._cache = cache
 
     async def groups(
@@ -155,7 +155,7 @@ class EpisodeQueries:
 
     async def _chat(self, model: str) -> Chat | None:
         """The tokenizer of a base model; None where it is not on this machine: nothing is fetched to show a text."""
-        if await asyncio.to_thread(lambda: status(self._cache, model).state) != "prepared":
+        if await self._openers(lambda: status(self._cache, model).state) != "prepared":
             return None
         try:
             return await self._prepared_chat(model)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from rookery.aio import Signal, cancel_all
 from rookery.controller.views import JobView
 from rookery.storage.models import FINAL_JOB_STATES
-from rookery.turns import TENANT
+from rookery.turns import outlive_request
 
 ROWS_KEPT = 256
 """The newest rows of a job that its task holds for followers."""
@@ -214,7 +214,7 @@ class JobFeeds:
 
     async def _read(self, feed: JobFeed, tenant: str, job: str) -> None:
         """Read the job at each change until it has ended."""
-        TENANT.set(tenant)
+        outlive_request(tenant)
         try:
             await self._begin(feed, tenant, job)
             while True:

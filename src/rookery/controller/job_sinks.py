@@ -45,7 +45,7 @@ from rookery.storage.repositories import jobs, secrets, tenants, versions
 from rookery.storage.repositories.episodes import EpisodeChoice, episodes_page
 from rookery.storage.store import Store
 from rookery.telemetry.numbers import numbers
-from rookery.turns import TENANT
+from rookery.turns import outlive_request
 
 log = logging.getLogger("rookery.controller")
 
@@ -252,7 +252,7 @@ class JobSinks:
         del self._tasks[key]
 
     async def _follow_in_turn(self, room: asyncio.Semaphore, row: JobRow, number: int, spec: SinkSpec) -> None:
-        TENANT.set(row.tenant)
+        outlive_request(row.tenant)
         store = self._services.store
         with suppress(RookeryError):  # without it, only a sink of a job that ended just before a stop is known
             await store.write(jobs.open_sink, row.id, number)

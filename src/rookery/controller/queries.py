@@ -97,7 +97,7 @@ class JobQueries:
         self._look: asyncio.Task[None] | None = None
         """The present look at the files of base models."""
         rooms, threads = context.rooms, context.threads
-        self.episodes = EpisodeQueries(context.store, context.chat, threads.encoders, context.settings.cache)
+        self.episodes = EpisodeQueries(context.store, context.chat, threads, context.settings.cache)
         self.activity = ActivityQueries(
             spans,
             context.records.spans.snapshot,
@@ -449,7 +449,7 @@ class JobQueries:
         usage = self._context.rooms.usage
         seconds = self._context.rooms.quotas.service_seconds
         bills = [
-            TenantCost(tenant=row.id, name=row.name, deleted=row.deleted, cost=cost, service_seconds=seconds(row.id))
+            TenantCost(tenant=row.id, name=row.name, deleted=row.deleted, cost=cost, **seconds(row.id))
             for row in tenants
             if (cost := usage.tenant_view(row.id)).seconds or row.deleted is None
         ]

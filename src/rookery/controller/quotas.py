@@ -29,7 +29,7 @@ from weakref import WeakValueDictionary
 
 from rookery.aio import Signal
 from rookery.clock import Clock
-from rookery.controller.service_time import CHECK_BURST, LONGEST_PAUSE, KeylessTime, ServiceTime
+from rookery.controller.service_time import CHECK_BURST, CHECK_PAUSE, LONGEST_PAUSE, KeylessTime, ServiceTime
 from rookery.errors import RookeryError, TooManyRequests, Unavailable, count_of
 from rookery.settings import LimitSettings
 from rookery.spec import values
@@ -145,8 +145,11 @@ class Quotas:
         self.host_time = self.service_time.apart(longest_pause=LONGEST_PAUSE)
         """Of messages of environment hosts: those of a job's episodes do not wait for its tenant's requests."""
         self.keyless_time = KeylessTime(clock, self.service_time.in_use)
-        self.check_time = ServiceTime(clock, share, refuse, working, burst=CHECK_BURST, longest_pause=LONGEST_PAUSE)
+        self.check_time = self.service_time.apart(burst=CHECK_BURST, longest_pause=CHECK_PAUSE)
         """Of checks of jobs and datasets, with that of the processes in which they run."""
+        self.job_seconds: defaultdict[str, float] = defaultdict(float)
+        """By tenant: the event loop's time for its jobs and its clients' models since the start, of which its
+        :class:`~rookery.tenant_loop.TenantLoop` gives tenants equal parts."""
         self._day = 0
         self._tokens: Counter[str] = Counter()
         """Tokens of the day ``_day`` by tenant."""
@@ -188,12 +191,21 @@ class Quotas:
             "overrides": self.overrides.get(tenant, {}),
             "tokens_today": self.day()[1].get(tenant, 0),
             "requests": self.in_use(tenant)["requests"],
-            "service_seconds": self.service_seconds(tenant),
+            **self.service_seconds(tenant),
         }
 
-    def service_seconds(self, tenant: str) -> float:
-        """Processor time of the service for the tenant's requests, hosts and checks since the start."""
-        return sum(times.seconds.get(tenant, 0.0) for times in (self.service_time, self.host_time, self.check_time))
+    def spend_on_jobs(self, tenant: str, seconds: float) -> None:
+        """The event loop has worked for a job of the tenant, or for a model of its clients."""
+        self.job_seconds[tenant] += seconds
+
+    def service_seconds(self, tenant: str) -> dict[str, Any]:
+        """Processor time of the service for the tenant since the start, in all and by kind of work."""
+        kinds = {
+            "requests": self.service_time.seconds, "hosts": self.host_time.seconds, "checks": self.check_time.seconds,
+            "jobs": self.job_seconds,
+        }  # fmt: skip
+        parts = {kind: seconds.get(tenant, 0.0) for kind, seconds in kinds.items()}
+        return {"service_seconds": sum(parts.values()), "service_parts": parts}
 
     def _refuse(self, name: str, reason: str, retry_after: float | None = None) -> TooManyRequests:
         self._refused[f"tenant_{name}"] += 1

@@ -14,7 +14,8 @@ rest as it runs, so that a hundred requests in one moment do not all begin.
 
 Checks of jobs and datasets are counted in the same way, apart from requests: their processes' time can be minutes, and
 a tenant that checked a large dataset continues its other work. So are the messages of its environment hosts, of
-which no more is read while they are beyond its share.
+which no more is read while they are beyond its share. The event loop's time for jobs is counted, too; of that tenants
+get equal parts (:mod:`rookery.tenant_loop`).
 """
 
 from __future__ import annotations
@@ -34,9 +35,13 @@ from rookery.errors import TooManyRequests
 BURST = 0.25
 """Seconds of service time that a tenant may take at once after a pause: some fifty small requests."""
 
-CHECK_BURST, LONGEST_PAUSE = 2.0, 5.0
-"""The same of checks, some forty of small jobs; and the seconds that the longest check may delay the tenant's next, and
-that a tenant's debt may delay the next part of a stream or of a body, or a refusal."""
+LONGEST_PAUSE = 5.0
+"""Seconds that a tenant's debt may delay the next part of a stream or of a body, or a refusal."""
+
+CHECK_BURST, CHECK_PAUSE = 2.0, 20.0
+"""Seconds of checks that a tenant may take at once after a pause, some forty of small jobs; and those that the longest
+check may delay its next. The share holds for checks of up to seven seconds. A longer one yields the processor to all
+other work, and somebody who uploaded a large dataset wants to submit a job on it."""
 
 BESIDE_JOBS = 0.4
 """Of its share, the part that a tenant may take while jobs of others run: each of their steps waits several times for
@@ -152,10 +157,10 @@ class ServiceTime:
         """A lock lives as long as a request holds it or waits for it."""
         self._refusals = ResponseLine(clock, self.late, self._turns, REFUSED_WAITING, LONGEST_PAUSE)
 
-    def apart(self, *, longest_pause: float) -> ServiceTime:
+    def apart(self, *, longest_pause: float, burst: float = BURST) -> ServiceTime:
         """Other work of the same tenants, which waits for itself alone, also while requests of others come."""
         other = ServiceTime(
-            self._clock, self._full_share, self._refuse, self._working, burst=self._burst, longest_pause=longest_pause
+            self._clock, self._full_share, self._refuse, self._working, burst=burst, longest_pause=longest_pause
         )
         other._seen = self._seen
         return other

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rookery.controller.quotas import Quotas, counted
+from rookery.controller.service_time import LONGEST_WORK_WAIT
 from rookery.controller.services import Services
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.storage.artifacts import Staging
 from rookery.storage.models import UploadKind
 from rookery.storage.repositories import tenants
+from rookery.storage.store import Writer
 from rookery.turns import measured
 
 T = TypeVar("T")
@@ -54,17 +56,18 @@ class Uploads:
         async with self._received(DATASET, _whole(content)) as staging:
             return await self._keep(tenant, "dataset", staging)
 
-    async def checked(self, tenant: str, check: Callable[..., T], *arguments: Any) -> T:
-        """The result of a check, when it is the tenant's turn for one. Raises :class:`TooManyRequests`."""
+    async def checked(self, tenant: str, check: Callable[..., T], *arguments: Any, threads: Writer | None = None) -> T:
+        """The result of a check, when it is the tenant's turn for one, in the ``threads`` of its kind. Raises
+        :class:`TooManyRequests`."""
         times, loop = self._quotas.check_time, asyncio.get_running_loop()
-        account = await times.begin(tenant)
+        account = await times.begin(tenant, LONGEST_WORK_WAIT)
 
         def spent(seconds: float) -> None:
             with suppress(RuntimeError):  # the loop is closed: nobody waits for it
                 loop.call_soon_threadsafe(times.spend, tenant, seconds, account)
 
         try:
-            return await self._services.threads.checkers(measured, partial(check, *arguments), spent)
+            return await (threads or self._services.threads.checkers)(measured, partial(check, *arguments), spent)
         finally:
             times.end(tenant, account)
 

@@ -318,7 +318,8 @@ class TenantCost(View):
     name: str
     deleted: float | None = Field(None, description="When the tenant was deleted")
     cost: CostView
-    service_seconds: float = Field(description="Processor time of the service for its requests since the start")
+    service_seconds: float = Field(description="Processor time of the service for it since the start")
+    service_parts: dict[str, float] = Field(description="The same of its requests, hosts, checks and jobs")
 
 
 class Costs(View):

@@ -13,7 +13,7 @@ from rookery.children import child_variables, interpreter
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import is_prepared, model_folder
-from rookery.turns import service_task
+from rookery.turns import TENANT, TenantPlaces, service_task
 
 log = logging.getLogger("rookery.server")
 
@@ -21,7 +21,8 @@ PREPARE_SECONDS = 3600.0
 """Time limit of preparing one base model: a download of 15 GB at 5 MB/s."""
 
 PREPARED_AT_ONCE = 1
-"""Base models that are downloaded and converted at the same time: each conversion holds a whole model in memory."""
+"""Base models that are downloaded and converted at the same time: each conversion holds a whole model in memory.
+Tenants take turns: one that asks for many delays another one's by a single one."""
 
 
 class BaseModels:
@@ -31,7 +32,7 @@ class BaseModels:
         """``cache``: the folder of base models. Preparing one may take ``seconds``."""
         self._cache = cache
         self._seconds = seconds
-        self._preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
+        self._preparing = TenantPlaces(PREPARED_AT_ONCE)
         self._loading: dict[str, asyncio.Task[Chat]] = {}
 
     async def chat(self, model: str) -> Chat:
@@ -39,17 +40,17 @@ class BaseModels:
         :class:`Unavailable` for a failure that may be temporary; a later call tries again."""
         loading = self._loading.get(model)
         if loading is None or (loading.done() and (loading.cancelled() or loading.exception() is not None)):
-            loading = self._loading[model] = service_task(self._load(model), name=f"model {model}")
+            loading = self._loading[model] = service_task(self._load(model, TENANT.get()), name=f"model {model}")
         return await asyncio.shield(loading)
 
     async def close(self) -> None:
         """Stop preparing models."""
         await cancel_all(*self._loading.values())
 
-    async def _load(self, model: str) -> Chat:
+    async def _load(self, model: str, tenant: str) -> Chat:
         folder = model_folder(self._cache, model)
         if not await asyncio.to_thread(is_prepared, folder):
-            async with self._preparing:
+            async with self._preparing.place(tenant):
                 await self._prepare(model)
         return await asyncio.to_thread(Chat.load, folder)
 

@@ -23,8 +23,8 @@ from rookery.environments.verifiers.running_graders import (
 )
 from rookery.turns import TenantThreads
 
-TRIALS = 4
-"""Tenants whose graders are tried at the same time, less one."""
+TRIALS = 17
+"""Tenants whose graders are tried at the same time, less one: most trials wait for models."""
 
 ANSWER_SECONDS = 120.0
 """Longest wait for a judgement by a model of the service: its tenant's next trial waits for this one."""
@@ -43,7 +43,7 @@ class GraderTrials:
     def __init__(self, isolation: Isolation, judges: str, answer_seconds: float = ANSWER_SECONDS) -> None:
         """``isolation`` and ``judges`` are the settings of the service."""
         self._answer_seconds = answer_seconds
-        self._sandbox = Sandbox(isolation, confinements=TRIALS - 1)
+        self._sandbox = Sandbox(isolation, confinements=1)
         self.judges = parse_judges(judges)
         self.threads = TenantThreads(TRIALS, "grader")
         self._answers: set[Future[ModelAnswer]] = set()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import gc
 import hmac
 import logging
 import socket
@@ -33,7 +32,17 @@ from typing import Any, Self, TypeVar
 import uvicorn
 
 from rookery import protocol
-from rookery.aio import LoopThread, cancel_all, close_within, first_of, on_end_signals, restarting, unless
+from rookery.aio import (
+    LoopThread,
+    cancel_all,
+    close_within,
+    first_of,
+    in_new_thread,
+    on_end_signals,
+    prefer_event_loop,
+    restarting,
+    unless,
+)
 from rookery.clock import RandomIds, SystemClock
 from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
@@ -106,21 +115,14 @@ READERS, WORKERS, ENCODERS, OPENERS = 4, 4, 4, 4
 """Threads that read the database, that do blocking work for tenants, that encode responses, and that open and read
 files of artifacts; one of each is the service's own. A tenant's long call in one line delays none of its others."""
 
-SWITCH_SECONDS = 0.0005
-"""A thread that computes gives way to the event loop after it. With Python's 5 ms a request, which comes back to the
-loop a dozen times, would take 60 ms while one such thread computes."""
-
-COLLECTIONS = (2000, 10, 50)
-"""Thresholds of the garbage collector. A full collection looks at all objects that were made since the start: 60 ms
-with 600 open requests. With these it comes after a million objects that stay, not after 70,000."""
-
 TRANSFERS = 6
 """Tenants whose artifacts are stored, verified and deleted at the same time, less one. One that the place of the
 artifacts keeps waiting, or with gigabytes, holds up none of the others; a file in an object store takes up to 20 MB of
 memory on its way there."""
 
-CHECKERS = 3
-"""Tenants whose environments and datasets are checked at the same time, less one; each check is a process."""
+CHECKERS = 5
+"""Tenants whose environments and datasets are checked at the same time, less one. Each check is a process; that of a
+large dataset takes minutes, for which the jobs of few other tenants may wait."""
 
 SENDERS = 16
 """Tenants whose sinks are written at the same time, less one, in separate threads: a slow sink delays nothing
@@ -309,6 +311,8 @@ class Service:
         for pool in pools.charged:
             pool.spent = quotas.service_time.spend
         checks.schemas.spent = quotas.service_time.spend
+        if isinstance(loop := asyncio.get_running_loop(), TenantLoop):
+            loop.spent = quotas.spend_on_jobs
         opened.enter_context(controller.record.sampled())
         opened.push_async_callback(controller.stop)
         await controller.start()
@@ -326,7 +330,7 @@ class Service:
                 signins=SignIns(self._clock, hmac.digest(self.admin_key.encode(), b"sign in to the page", "sha256")),
             ),
             checks=checks,
-            readiness=Readiness(partial(asyncio.to_thread, database.ping), self._clock),
+            readiness=Readiness(partial(in_new_thread, database.ping), self._clock),
             refusals=refusals,
             closing=self._closing,
         )
@@ -404,7 +408,7 @@ class Service:
             await asyncio.sleep(self._rules.claim_seconds)
             try:
                 with contextlib.suppress(Unavailable), shortages():  # callers of the database report it
-                    await asyncio.to_thread(database.claim)
+                    await in_new_thread(database.claim)
             except DatabaseInUse as error:
                 raise Unavailable(str(error)) from None
 
@@ -488,15 +492,6 @@ class EmbeddedService:
                     log.error("the service stopped: %s", serving.exception())
         finally:
             await self._service.stop()
-
-
-def prefer_event_loop() -> None:
-    """Make this process answer quickly while its threads compute: they give way soon, and the garbage collector leaves
-    out the modules and tables that are there now, 400,000 objects, which would take it 130 ms each time."""
-    sys.setswitchinterval(SWITCH_SECONDS)
-    gc.set_threshold(*COLLECTIONS)
-    gc.collect()
-    gc.freeze()
 
 
 async def serve(settings: Settings) -> None:
@@ -640,7 +635,7 @@ async def _renew_hold(artifacts: Artifacts, lease: Lease, seconds: float) -> Non
         await asyncio.sleep(seconds)
         try:
             with shortages():
-                again = await asyncio.to_thread(artifacts.hold, lease)
+                again = await in_new_thread(artifacts.hold, lease)
         except PlaceInUse as error:
             if holds:
                 log.error("%s", error)

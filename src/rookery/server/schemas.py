@@ -278,7 +278,8 @@ class TenantView(BaseModel):
     overrides: dict[str, float] = Field(description="Those of them that are not the service's settings")
     tokens_today: int = Field(description="Sampled and trained on since 00:00 UTC")
     requests: int = Field(description="Generations of its clients that wait or run")
-    service_seconds: float = Field(description="Processor time of the service for its requests since the start")
+    service_seconds: float = Field(description="Processor time of the service for it since the start")
+    service_parts: dict[str, float] = Field(description="The same of its requests, hosts, checks and jobs")
 
 
 Limit = Annotated[int | None, Field(ge=1, le=1 << 53)]

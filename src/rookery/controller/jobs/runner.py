@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rookery.aio import cancel_all
+from rookery.aio import cancel_all, in_new_thread
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.groups import JobPaused
@@ -34,7 +34,7 @@ from rookery.storage.models import JobRow, PolicyRow
 from rookery.storage.repositories import jobs
 from rookery.telemetry.metrics import Sinks
 from rookery.tokenization.chat import Chat
-from rookery.turns import TENANT
+from rookery.turns import outlive_request
 
 log = logging.getLogger("rookery.controller")
 
@@ -129,7 +129,7 @@ class JobRunner:
     async def run(self, begun: Callable[[], Awaitable[object]]) -> JobEnd:
         """Run the job; ``begun`` is called when it is assembled. Raises nothing but a cancellation. Its counters are
         stored before it returns, so that they are complete when the end is seen."""
-        TENANT.set(self.row.tenant)
+        outlive_request(self.row.tenant)
         try:
             return JobEnd("completed", await self._work(begun))
         except asyncio.CancelledError:
@@ -293,7 +293,7 @@ class JobRunner:
         if self._sinks is not None and self._sinks.active:
             try:
                 async with asyncio.timeout(SINKS_SECONDS):
-                    await asyncio.to_thread(self._sinks.close)
+                    await in_new_thread(self._sinks.close)
             except TimeoutError:  # the thread continues
                 extra = {"tenant": self.row.tenant, "job": self.row.id}
                 log.warning("the sinks of job %s are not closed after %g s", self.row.id, SINKS_SECONDS, extra=extra)

@@ -49,6 +49,7 @@ from rookery.controller.weights.store import WeightStore
 from rookery.errors import RookeryError, Unavailable, without_paths
 from rookery.settings import Settings
 from rookery.telemetry.spans import TraceSpan
+from rookery.turns import loop_time_of
 
 STARVATION_SECONDS = 30.0
 """A tenant from whose waiting requests no worker took one for this long is next, whatever it was served before."""
@@ -502,7 +503,8 @@ class RolloutScheduler:
             if inflight is None or inflight.done.done():  # done here: its caller was cancelled in this moment
                 self.late_chunks += 1
             else:
-                self._on_chunk(inflight, worker, chunk)
+                with loop_time_of(inflight.request.tenant):
+                    self._on_chunk(inflight, worker, chunk)
                 received.append(inflight)
         self._dispatch(worker.hello.model)
         for inflight in received:

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from rookery.children import lower_session_priority
+from rookery.children import add_child_seconds, lower_session_priority
 from rookery.environments.sandbox import seccomp
 from rookery.environments.sandbox.confined import WALL
 from rookery.environments.warm_processes import WarmProcesses
@@ -226,7 +226,13 @@ class Sandbox:
             **asdict(limits),
         }
         with self._confinements.borrow() as confinement:
-            result = ProgramResult(**confinement.ask(asked, checks))
+            began = time.monotonic()
+            try:
+                result = ProgramResult(**confinement.ask(asked, checks))
+            except SandboxError:  # how much it took is not known
+                add_child_seconds(min(time.monotonic() - began, limits.seconds))
+                raise
+        add_child_seconds(result.seconds)
         if checks and result.status == "ok" and not result.done:  # it ended itself before its checks
             result = replace(result, status="error")
         return result

@@ -404,14 +404,15 @@ async def _checked_grader(service: ServiceContext, tenant: str, given: Any, wher
     """The grader in ``given``, whose Python defines its function and whose models can be asked. Raises
     :class:`UnsupportedField`."""
     grader: OneGrader = await service.threads(read_grader, given, where)
+    graders = service.checks.graders
     for model in grader_models(given):
-        if model not in service.checks.graders.judges:
+        if model not in graders.judges:
             try:
                 await service.controller.completions.find(tenant, model)
             except (NotFound, Unavailable) as error:
                 raise UnsupportedField(f"{where}.model: {error}", f"{where}.model") from None
     try:
-        await service.checks.graders.threads(service.checks.graders.check, grader)
+        await service.controller.checked(tenant, graders.check, grader, threads=graders.threads)
     except ValueError as error:
         raise UnsupportedField(f"{where}.source: {error}", f"{where}.source") from None
     return grader
@@ -421,7 +422,7 @@ async def _checked_grader(service: ServiceContext, tenant: str, given: Any, wher
 async def run_grader(service: Service, owner: Owner, given: GraderRun) -> Response:
     """The value of a grader for one reply."""
     grader: OneGrader = await service.threads(read_grader, given.grader, "grader")
-    loop = asyncio.get_running_loop()
+    loop, graders = asyncio.get_running_loop(), service.checks.graders
 
     async def asked(question: ModelQuestion) -> ModelAnswer:
         TENANT.set(owner.id)
@@ -432,12 +433,15 @@ async def run_grader(service: Service, owner: Owner, given: GraderRun) -> Respon
         return ModelAnswer(answer.text, answer.prompt_tokens, len(answer.tokens))
 
     def ask(question: ModelQuestion) -> ModelAnswer:
-        judge = service.checks.graders.judges.get(question.model)
+        judge = graders.judges.get(question.model)
         if judge is not None:
             return answer_of(judge, question)
-        return service.checks.graders.answer(asked(question), loop)
+        return graders.answer(asked(question), loop)
 
-    return json_response(await service.checks.graders.threads(_tried, grader, given, service.checks.graders.tools(ask)))
+    found = await service.controller.checked(
+        owner.id, _tried, grader, given, graders.tools(ask), threads=graders.threads
+    )
+    return json_response(found)
 
 
 def _tried(grader: OneGrader, given: GraderRun, tools: GraderTools) -> dict[str, Any]:
