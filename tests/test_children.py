@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from tests.support.waiting import until
 
-from rookery.children import child_variables, interpreter
+from rookery.children import child_variables, interpreter, set_session_priority
 from rookery.environments.checks import EnvironmentChecks
 from rookery.environments.sandbox.sandbox import Program, Sandbox
-from rookery.environments.verifiers.pool import VerifierPool
+from rookery.environments.verifiers.pool import ANSWER, LOW_PRIORITY, VerifierPool
 
 SOURCE = Path(__file__).parents[1] / "src" / "rookery"
 
@@ -197,6 +198,16 @@ def test_low_priority_counts_against_processes_of_other_sessions() -> None:
     assert int(own) == min(19, os.nice(0) + 10) and (not group.exists() or session[0].split()[-1] == "10"), done.stdout
 
 
+@contextmanager
+def closing_process(process: subprocess.Popen[str]) -> Iterator[None]:
+    """It is killed with its group at the end."""
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def checks_a_schema() -> Callable[[], None]:
     checks = VerifierPool("schema", module="rookery.server.schema_process", children=1)
     checks.score({"offered": {}, "followed": {}})
@@ -234,7 +245,7 @@ def test_confined_children_have_a_low_priority(begin: Callable[[], Callable[[], 
 
 def test_service_answers_while_a_thread_computes() -> None:
     """The garbage collector leaves out what a started service consists of, and threads give way in a millisecond."""
-    code = "from rookery.server import launcher; launcher.prefer_event_loop(); import gc, sys;"
+    code = "import rookery.server.launcher, gc, sys; from rookery.aio import prefer_event_loop; prefer_event_loop();"
     code += "print(gc.get_freeze_count(), sys.getswitchinterval(), sum(map(len, map(gc.get_objects, range(3)))))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     frozen, interval, left = map(float, done.stdout.split())
@@ -277,3 +288,53 @@ def test_every_child_gets_its_variables_from_one_function() -> None:
     assert started == {
         "adapters.py", "base_models.py", "models.py", "plan.py", "pool.py", "ray.py", "serve.py", "supervisor.py",
     }  # fmt: skip
+
+
+def test_priority_of_a_session_is_tried_again_where_linux_has_no_time_for_it() -> None:
+    """It changes ten in a second for processes without privileges: the file refuses, as a full pipe does."""
+    read, write = os.pipe()
+    try:
+        os.set_blocking(write, False)
+        full = os.write(write, bytes(1 << 20))
+        assert not set_session_priority(write, 19, tries=1)
+        assert len(os.read(read, full)) == full
+        assert set_session_priority(write, 19, tries=1) and os.read(read, 100) == b"19"
+    finally:
+        os.close(read)
+        os.close(write)
+    assert set_session_priority(read, 19), "it is not permitted: no other try helps"
+
+
+LONG_SCORE = """
+import os
+from pathlib import Path
+from rookery.environments.verifiers.pool import serve
+
+def priorities():
+    return os.getpriority(os.PRIO_PROCESS, 0), Path("/proc/self/autogroup").read_text().split()[-1]
+
+def score(until):
+    while until and priorities() != (19, "19"):
+        pass
+    return priorities()
+
+serve(lambda: score)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="Linux without groups of sessions")
+def test_a_long_score_yields_to_all_sessions_and_the_next_one_has_its_priority_again() -> None:
+    command = [sys.executable, "-c", LONG_SCORE, "600", "long"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )  # fmt: skip
+    with process, closing_process(process):
+        assert process.stdin is not None and process.stdout is not None
+        found = []
+        for until_yielded in (False, True, False):
+            question = {"question": {"until": until_yielded}, "limit": None, "memory": None}
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            found.append(json.loads(process.stdout.readline().rpartition(ANSWER)[2])["score"])
+    low = min(19, os.nice(0) + LOW_PRIORITY)
+    assert found == [[low, str(LOW_PRIORITY)], [19, "19"], [low, str(LOW_PRIORITY)]]

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import itertools
 import json
+import random
 import re
 import shutil
 import tracemalloc
@@ -23,6 +24,7 @@ from tests.support.datasets import read_jsonl
 from tests.support.draws import examples
 from tests.support.libraries import installed
 
+from rookery.environments import datasets
 from rookery.environments.base import Environment, Reply, Split
 from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.calculator import calculate
@@ -949,3 +951,21 @@ def test_episodes_share_nothing_with_the_object_handed_over() -> None:
     handed.said = (item for item in "x")  # type: ignore[assignment]
     with pytest.raises(TypeError, match=r"Remembers cannot be copied .*for_episode"):
         handed.for_episode()
+
+
+def test_the_order_of_a_split_is_drawn_once_however_many_other_jobs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A permutation of five million rows takes seconds."""
+    drawn: list[str] = []
+
+    class Drawing(random.Random):
+        def __init__(self, seed: str) -> None:
+            drawn.append(seed)
+            super().__init__(seed)
+
+    monkeypatch.setattr(datasets, "Random", Drawing)
+    environment = BUILTINS["jsonl"]({"rows": ROWS, "verifier": "number"})
+    splits = [PromptDataset(environment, "train") for _ in range(100)]
+    for _ in range(3):
+        for seed, split in enumerate(splits):
+            split.take(0, 25, seed, True, wrap=True)
+    assert len(drawn) == 100 * 3, "one of each of the three epochs"

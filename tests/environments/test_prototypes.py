@@ -11,6 +11,7 @@ import pytest
 
 from rookery.environments.base import Environment, Split
 from rookery.environments.prototypes import Prototypes
+from rookery.turns import TENANT, work_of
 
 
 class Plain(Environment):
@@ -59,3 +60,26 @@ async def test_an_environment_whose_build_failed_is_built_again() -> None:
     with pytest.raises(ValueError, match="no rows"):
         await kept.get("env", {})
     assert isinstance((await kept.get("env", {})).environment, Plain)
+
+
+async def test_tenants_share_no_environment_and_displace_none() -> None:
+    """Two that give the same options: one's replies that compute for long held all processes of both."""
+    built = Counter[str]()
+
+    async def build(name: str, options: dict[str, Any]) -> Environment:
+        built[TENANT.get()] += 1
+        return Plain()
+
+    kept = Prototypes(build, lambda name: True, most=8)
+
+    async def use(tenant: str, number: int) -> Environment:
+        with work_of(tenant):
+            return (await kept.get("env", {"number": number})).environment
+
+    assert await use("alice", 0) is not await use("bob", 0)
+    for number in range(100):
+        await use("bob", number)
+    assert built == {"alice": 1, "bob": 100}
+    await use("alice", 0)
+    assert built["alice"] == 1, "the tenant with the most loses some"
+    await kept.close()

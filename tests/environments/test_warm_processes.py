@@ -104,6 +104,49 @@ def test_the_first_process_of_a_tenant_waits_for_no_other_and_further_ones_share
         pass  # all places are free again
 
 
+def test_a_tenant_has_the_processes_of_a_pool_that_several_share(pool: Callable[..., WarmProcesses[Warm]]) -> None:
+    """As of the pool of a host's checks: large files of one tenant must not keep another one's job from its start."""
+    shared, done = pool("a", ProcessRoom(), 1), threading.Event()
+
+    def work() -> None:
+        with work_of("b"), shared.borrow():
+            done.set()
+
+    with work_of("a"), shared.borrow():
+        threading.Thread(target=work, daemon=True).start()
+        assert done.wait(60)
+
+
+def test_the_next_free_place_is_for_the_tenant_that_has_the_fewest(pool: Callable[..., WarmProcesses[Warm]]) -> None:
+    room, order, held = ProcessRoom(more=2), queue.Queue[str](), {tenant: threading.Semaphore(0) for tenant in "ab"}
+    jobs = {tenant: [pool(f"{tenant}{job}", room) for job in range(count)] for tenant, count in (("a", 9), ("b", 2))}
+
+    def work(tenant: str, one: WarmProcesses[Warm]) -> None:
+        with work_of(tenant), one.borrow():
+            order.put(tenant)
+            held[tenant].acquire()
+
+    def start(tenant: str) -> list[threading.Thread]:
+        threads = [threading.Thread(target=work, args=(tenant, one)) for one in jobs[tenant]]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    threads = start("a")
+    assert [order.get(timeout=60) for _ in range(3)] == ["a"] * 3
+    until(lambda: room.waiting == {"a": 6})
+    threads += start("b")
+    assert order.get(timeout=60) == "b", "its first waits for nobody"
+    until(lambda: room.waiting == {"a": 6, "b": 1})
+    held["a"].release()
+    assert order.get(timeout=60) == "b"
+    for tenant, semaphore in held.items():
+        semaphore.release(len(jobs[tenant]))
+    for thread in threads:
+        thread.join(60)
+    assert not room.waiting
+
+
 class Counted:
     """The bodies that hold a process."""
 

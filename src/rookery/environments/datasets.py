@@ -10,9 +10,10 @@ import itertools
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, MappingView, Sequence, Set, Sized
-from functools import lru_cache
 from random import Random
 from typing import Any
+
+from cachetools import LRUCache
 
 from rookery.environments.base import Environment, MadePrompts, Split
 from rookery.errors import count_of
@@ -21,6 +22,10 @@ from rookery.spec import values
 STREAM_AFTER = 10_000
 """Prompts read from an iterable without a length to find out whether it ends: a fraction of a second for a cheap
 generator, tens of seconds for one that takes milliseconds per prompt."""
+
+ORDERS, ORDERED = 4, 1 << 20
+"""Permutations of one split that are kept at least, of different seeds and epochs, and more of them up to so many
+entries together."""
 
 
 class PromptDataset:
@@ -37,6 +42,8 @@ class PromptDataset:
         self._most = 0
         """The most entries that the stream has given."""
         self._length = -1
+        self._orders: LRUCache[tuple[int, int], array[int]] | None = None
+        """By seed and epoch; a dropped one is drawn again identically."""
 
     def take(self, start: int, count: int, seed: int, shuffle: bool, *, wrap: bool) -> tuple[list[bytes], int]:
         """Prompts ``start`` … ``start + count - 1`` as JSON, and the split's size (-1 while unknown).
@@ -53,7 +60,7 @@ class PromptDataset:
             chosen = []
             for index in range(start, stop):
                 epoch, offset = divmod(index, size)
-                entry = self._finite[_permutation(size, seed, epoch)[offset] if shuffle else offset]
+                entry = self._finite[self._order(size, seed, epoch)[offset] if shuffle else offset]
                 chosen.append(entry if isinstance(entry, bytes) else values.encode(entry))
             return chosen, size
 
@@ -64,6 +71,14 @@ class PromptDataset:
                 self._open()
             finite = self._finite
         return [] if finite is None or isinstance(finite, MadePrompts) else finite
+
+    def _order(self, size: int, seed: int, epoch: int) -> array[int]:
+        if self._orders is None:
+            self._orders = LRUCache(max(ORDERED, ORDERS * size), len)
+        if (found := self._orders.get((seed, epoch))) is None:
+            found = array("Q", Random(f"{seed}:{epoch}").sample(range(size), size))
+            self._orders[seed, epoch] = found
+        return found
 
     def _open(self) -> None:
         prompts = self._environment.prompts(self._split)
@@ -139,8 +154,3 @@ def repeated_note(train: PromptDataset, held_out: PromptDataset) -> str:
         f"{count} of {count_of(len(asked), 'held-out prompt')} are training prompts too: their reward shows what was"
         " learned by heart; give others to one of the two"
     )
-
-
-@lru_cache(maxsize=16)  # one per job and epoch in use; a dropped one is drawn again identically
-def _permutation(size: int, seed: int, epoch: int) -> array[int]:
-    return array("Q", Random(f"{seed}:{epoch}").sample(range(size), size))

@@ -6,13 +6,13 @@
 * An episode lives until the controller closes it, including episodes that a host still has after a reconnection. No
   episode is closed to make room for others, which may be other tenants'. Of a closed one no further method begins.
 * Plain methods run in daemon threads, a bounded number per job; a stuck one does not keep the process alive. ``async``
-  methods run on a separate event loop, where a blocking one delays other ``async`` methods and nothing else.
+  methods run on a separate event loop, in which tenants take turns; a blocking one delays other ``async`` methods and
+  nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import logging
 import math
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rookery import protocol
-from rookery.aio import cancel_all
+from rookery.aio import cancel_all, in_new_thread
 from rookery.environments.agent import LLM, Agent, Outcome
 from rookery.environments.base import Environment, Message, Reply, Step
 from rookery.environments.failures import FailureLog
@@ -36,6 +36,7 @@ from rookery.environments.messages import MessageRefused, conversation
 from rookery.environments.models import AsksModels, ModelAnswer, ModelQuestion
 from rookery.errors import UserError, short
 from rookery.spec import values
+from rookery.tenant_loop import TenantLoop
 from rookery.turns import work_of
 
 log = logging.getLogger("rookery.environments")
@@ -332,7 +333,7 @@ class UserCodeExecutor:
             progress.change("queued")
         async with threads:
             progress.change("running")
-            result = await _in_thread(method, *arguments)
+            result = await in_new_thread(_carrying, method, *arguments)
         if not inspect.isawaitable(result):
             return result
         progress.change("awaiting")
@@ -346,7 +347,7 @@ class UserCodeExecutor:
                 raise _carried(error) from error
 
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            self._loop = TenantLoop()
             self._runner = threading.Thread(target=self._loop.run_forever, daemon=True, name="environments")
             self._runner.start()
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(wait(), self._loop))
@@ -364,29 +365,12 @@ def cancellable(method: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(method)
 
 
-async def _in_thread(method: Callable[..., Any], *arguments: Any) -> Any:
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # cancelled meanwhile
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(_carried(error))
-
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = method(*arguments)
-        except BaseException as raised:  # re-raised in the caller
-            error = raised
-        with suppress(RuntimeError):  # the loop closed while the method ran
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True, name="environment").start()
-    return await future
+def _carrying(method: Callable[..., Any], *arguments: Any) -> Any:
+    """The method's result. Raises exceptions alone, which a future can carry."""
+    try:
+        return method(*arguments)
+    except BaseException as error:
+        raise _carried(error)  # noqa: B904  # the same error, or another one that says what it was
 
 
 def _carried(error: BaseException) -> Exception:

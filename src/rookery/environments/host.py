@@ -29,7 +29,7 @@ from urllib.parse import quote
 import msgspec
 
 from rookery import protocol
-from rookery.aio import cancel_all, on_end_signals
+from rookery.aio import cancel_all, on_end_signals, prefer_event_loop
 from rookery.children import die_with_parent
 from rookery.environments.agent import LLM, Agent
 from rookery.environments.base import Environment
@@ -313,6 +313,7 @@ def _refused(message: protocol.Prompts | protocol.Observation, error: str) -> pr
 
 async def serve(url: str, settings: Settings, *, end_with_parent: bool) -> None:
     """Hosts the built-ins until a signal ends it. Raises :class:`UserError` when the service refuses."""
+    prefer_event_loop()  # a tenant's verifiers may keep a hundred threads busy
     rules = EnvironmentRules.of(settings.server)
     rules.apply()
     builtins = {f"{BUILTIN}{id}": builtin for id, builtin in BUILTINS.items()}

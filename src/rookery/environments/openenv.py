@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
+from rookery.aio import in_new_thread
 from rookery.bounds import GivenModel, JsonSize, Line, Name, Text
 from rookery.environments.base import Environment, Message, Reply, Split, SplitSizes, Step
 from rookery.environments.outbound import check_headers, connection, one_line, request_json
@@ -36,6 +37,9 @@ FRAME_BYTES = 4 << 20
 
 PAUSE_SECONDS = 0.5
 """Between two attempts at a server that is full of others' sessions."""
+
+CONNECTING = 8
+"""Connections of one environment that are made at once, each in a thread: a silent server keeps each for a while."""
 
 AGAIN_SECONDS = 5.0
 """Time after which a server that was full is tried with one more session."""
@@ -110,6 +114,7 @@ class ServerSessions:
     and a server may count one that we have left until its step has ended."""
 
     def __init__(self, again_seconds: float = AGAIN_SECONDS) -> None:
+        self.connecting = asyncio.Semaphore(CONNECTING)
         self.open: Counter[str] = Counter()
         self.limits: dict[str, int] = {}
         self._again_seconds = again_seconds
@@ -243,8 +248,8 @@ class OpenEnv(Environment):
 
     async def _first(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         """The answer to ``reset`` in a new session; None where the server is full."""
-        loop = asyncio.get_running_loop()
-        plain = await loop.run_in_executor(None, connection, self._server, f"environment.{_field(self._options)}")
+        async with self._sessions.connecting:
+            plain = await in_new_thread(connection, self._server, f"environment.{_field(self._options)}")
         plain.setblocking(False)
         parts = urlsplit(self._server)
         tls = ssl.create_default_context() if parts.scheme == "https" else None

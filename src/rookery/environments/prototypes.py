@@ -1,13 +1,15 @@
-"""The environments that a host keeps built, of which episodes are copies, with their prompts."""
+"""The environments that a host keeps built, of which episodes are copies, with their prompts. Each belongs to one
+tenant: its processes, its threads' locks and its rows serve nobody else's episodes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,9 +18,11 @@ from rookery.aio import cancel_all
 from rookery.environments.base import Environment
 from rookery.environments.datasets import PromptDataset, repeated_note
 from rookery.environments.reasoning_gym import ReasoningGym
+from rookery.turns import TENANT
 
 MAX_PROTOTYPES = 256
-"""Environments kept built, one per (name, options) in use; the one unused longest is built again when needed."""
+"""Environments kept built, one per tenant, name and options in use. Beyond that, of the tenant that has the most, the
+one unused longest is dropped, and built again when needed."""
 
 UNUSED_SECONDS = 600.0
 """A built-in environment that nothing used for so long is dropped: its job has ended, and its rows may be many. One of
@@ -45,6 +49,12 @@ class Prototype:
         return prompts, size, note
 
 
+class _Key(NamedTuple):
+    tenant: str
+    name: str
+    options: bytes
+
+
 class Prototypes:
     """Belongs to the event loop of its host."""
 
@@ -63,24 +73,24 @@ class Prototypes:
         self._most = most
         self._unused_seconds = unused_seconds
         self._clock = clock
-        self._kept: dict[tuple[str, bytes], tuple[asyncio.Task[Prototype], float]] = {}
+        self._kept: dict[_Key, tuple[asyncio.Task[Prototype], float]] = {}
         """Each with the time of its last use, in this order."""
 
     async def get(self, name: str, options: dict[str, Any]) -> Prototype:
-        """The environment with these options, built if it is not kept. Raises the error of building it."""
-        key = (name, msgspec.msgpack.encode(options, order="deterministic"))
+        """The environment of the current tenant with these options, built if it is not kept. Raises the error of
+        building it."""
+        key = _Key(TENANT.get(), name, msgspec.msgpack.encode(options, order="deterministic"))
         task, _ = self._kept.pop(key, (None, 0.0))
         if task is None or (task.done() and task.exception() is not None):
             task = asyncio.create_task(self._build(name, options))
         now = self._clock()
         self._kept[key] = task, now
-        unused = {
-            one
-            for one, (_, used) in self._kept.items()
-            if now - used > self._unused_seconds and self._droppable(one[0])
-        }
-        for dropped in unused.union(list(self._kept)[: -self._most]):
-            del self._kept[dropped]
+        for one, (_, used) in list(self._kept.items()):
+            if now - used > self._unused_seconds and self._droppable(one.name):
+                del self._kept[one]
+        while len(self._kept) > self._most:
+            of_tenant = Counter(one.tenant for one in self._kept)
+            del self._kept[max(self._kept, key=lambda one: of_tenant[one.tenant])]
         return await asyncio.shield(task)
 
     async def _build(self, name: str, options: dict[str, Any]) -> Prototype:

@@ -8,14 +8,15 @@ jobs with replies that compute for seconds keep sixty processes computing.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
+from rookery.machine import cores
 from rookery.turns import TENANT
 
 IDLE_SECONDS = 60.0
@@ -24,7 +25,7 @@ IDLE_SECONDS = 60.0
 IDLE_AT_ONCE = 32
 """Idle processes of all pools: half a gigabyte of confinements."""
 
-MORE_AT_ONCE = max(4, 2 * (os.cpu_count() or 1))
+MORE_AT_ONCE = max(4, 2 * cores())
 """Processes of all pools that work at once, in addition to the first one of each tenant."""
 
 
@@ -50,7 +51,8 @@ P = TypeVar("P", bound=WarmProcess)
 
 class ProcessRoom:
     """The processes of several pools. Thread-safe. A tenant's first process in use waits for no other tenant; further
-    ones share places. Of too many idle ones, that which is idle longest ends."""
+    ones share places, of which the next free one is for the tenant that uses the fewest processes. Of too many idle
+    processes, that which is idle longest ends."""
 
     def __init__(self, more: int = MORE_AT_ONCE, idle: int = IDLE_AT_ONCE) -> None:
         self.more, self.most_idle = more, idle
@@ -60,6 +62,8 @@ class ProcessRoom:
         """By user."""
         self._further = 0
         """Processes in use without the first one of each user."""
+        self.waiting: Counter[object] = Counter()
+        """Calls that wait for a place, by user; for others to look at."""
         self._idle: dict[Any, object] = {}
         """The pool of each, the process that is idle longest first."""
 
@@ -67,18 +71,26 @@ class ProcessRoom:
     def using(self, user: object) -> Iterator[None]:
         """The ``user``, a tenant or a pool, may use one more process within; waits for its place."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._in_use[user] or self._further < self.more)
+            self.waiting[user] += 1
+            try:
+                self._changed.wait_for(lambda: self._may_use(user))
+            finally:
+                _count_down(self.waiting, user)
             self._further += self._in_use[user] > 0
             self._in_use[user] += 1
+            self._changed.notify_all()  # it may be the turn of another user now
         try:
             yield
         finally:
             with self._changed:
-                self._in_use[user] -= 1
-                self._further -= self._in_use[user] > 0
-                if not self._in_use[user]:
-                    del self._in_use[user]
+                _count_down(self._in_use, user)
+                self._further -= user in self._in_use
                 self._changed.notify_all()
+
+    def _may_use(self, user: object) -> bool:
+        used = self._in_use.get(user, 0)
+        fewest = min(self._in_use.get(one, 0) for one in self.waiting)
+        return not used or (self._further < self.more and used == fewest)
 
     def take(self, pool: object) -> Any:
         """The process of the pool that became idle last, which is idle no more; None without one."""
@@ -105,6 +117,12 @@ class ProcessRoom:
         return process
 
 
+def _count_down(counted: Counter[object], user: object) -> None:
+    counted[user] -= 1
+    if not counted[user]:
+        del counted[user]
+
+
 ROOM = ProcessRoom()
 """The room of this program's pools."""
 
@@ -115,11 +133,13 @@ class WarmProcesses(Generic[P]):
     def __init__(
         self, start: Callable[[], P], most: int, idle_seconds: float = IDLE_SECONDS, room: ProcessRoom = ROOM
     ) -> None:
-        """At most ``most`` processes that ``start`` makes are in use at once."""
+        """Of the processes that ``start`` makes, each tenant uses at most ``most`` at once."""
         self._start = start
         self._idle_seconds = idle_seconds
         self._room = room
-        self._slots = threading.BoundedSemaphore(most)
+        self._most = most
+        self._slots: WeakValueDictionary[object, threading.BoundedSemaphore] = WeakValueDictionary()
+        """By user, while it uses a process or waits for one."""
         self._lock = threading.Lock()
         self._active: set[P] = set()
         self._timer_set = self._closed = False
@@ -128,7 +148,11 @@ class WarmProcesses(Generic[P]):
     def borrow(self) -> Iterator[P]:
         """A process that nobody else uses; waits for one. Where the body raises, it is not used again and ends with its
         last reference. In threads of no tenant the pool counts as one."""
-        with self._slots, self._room.using(TENANT.get() or self):
+        user: object = TENANT.get() or self
+        with self._lock:
+            if (slots := self._slots.get(user)) is None:
+                slots = self._slots[user] = threading.BoundedSemaphore(self._most)
+        with slots, self._room.using(user):
             process = self._take()
             try:
                 yield process

@@ -18,7 +18,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
-from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 import regex
@@ -256,7 +255,6 @@ class Number(VerifierOptions):
         return _within(given, expected, self.tolerance)
 
 
-@lru_cache(maxsize=128)
 def _compile(pattern: str) -> regex.Pattern[str]:
     """The pattern, written as the replies are read: one with a no-break space would match nothing."""
     written = spaced(re.sub(f"[{HYPHENS}]", r"\\-", pattern))  # within brackets a plain one makes a range
@@ -280,20 +278,19 @@ class Regex(VerifierOptions):
     found: float | None = None
     """Reward, instead of `wrong`, of a reply that matches with the wrong text in the group."""
 
+    _compiled: regex.Pattern[str] = PrivateAttr()
+    """Kept here: in a cache of all verifiers, the patterns of one tenant would displace those of another."""
+
     @model_validator(mode="after")
     def _compiles(self) -> Regex:
         try:
-            pattern = self._compiled
+            pattern = self._compiled = _compile(self.pattern)
         except (regex.error, RecursionError, OverflowError) as error:
             raise ValueError(f"pattern is not a valid regular expression: {error}") from None
         known = [*range(pattern.groups + 1), *pattern.groupindex]
         if self.group is not None and self.group not in known:
             raise ValueError(f"group is one of the pattern's: {', '.join(map(str, known))}")
         return self
-
-    @property
-    def _compiled(self) -> regex.Pattern[str]:
-        return _compile(self.pattern)
 
     @property
     def _compared(self) -> int | str | None:
