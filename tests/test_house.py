@@ -303,6 +303,7 @@ LATE_BOUND = {
     ("server/app.py", "app.openapi"): "FastAPI's way to replace it",
     ("server/launcher.py", "pool.spent"): "the threads exist before the controller whose quotas they charge",
     ("server/launcher.py", "checks.schemas.spent"): "as above",
+    ("server/launcher.py", "loop.spent"): "as above, of the event loop",
     ("server/schema_checks.py", "self._threads.spent"): "as above",
     ("worker/model/transformers_model.py", "self.decoder.forward"): "a module of transformers",
     ("worker/trainer/fsdp/module.py", "layer.forward"): "a module of torch",

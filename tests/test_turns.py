@@ -15,7 +15,7 @@ from tests.support.peers import settle
 
 from rookery.children import add_child_seconds
 from rookery.server.responses import Stream
-from rookery.turns import SPENT, TENANT, TenantPlaces, TenantThreads, charged, metered
+from rookery.turns import SPENT, TENANT, TenantSlots, TenantThreads, charged, metered
 
 Compute = Callable[[float], None]
 
@@ -210,39 +210,39 @@ async def test_a_call_in_a_thread_is_its_tenants(threads: TenantThreads) -> None
     assert await asyncio.gather(*map(asyncio.create_task, tenants)) == ["a", "b", "", "a"]
 
 
-async def test_tenants_take_turns_for_places() -> None:
-    places, order, free = TenantPlaces(1), list[str](), asyncio.Semaphore(0)
+async def test_tenants_take_turns_for_slots() -> None:
+    slots, order, free = TenantSlots(1), list[str](), asyncio.Semaphore(0)
 
     async def work(tenant: str) -> None:
-        async with places.place(tenant):
+        async with slots.slot(tenant):
             order.append(tenant)
             await free.acquire()
 
     tasks = [asyncio.create_task(work(tenant)) for tenant in "aaaabbc"]
     await settle(1)
-    for task in (tasks[0], tasks[3]):  # one that has the place, and one that waits
+    for task in (tasks[0], tasks[3]):  # one that has the slot, and one that waits
         task.cancel()
     for _ in tasks:
         free.release()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert "".join(order) == "aabcab"
-    async with places.place("a"):
+    async with slots.slot("a"):
         late = asyncio.create_task(work("b"))
         await settle(1)
         assert not late.done()
     await late
 
 
-async def test_a_place_that_is_given_to_a_cancelled_task_is_not_lost() -> None:
-    places = TenantPlaces(1)
+async def test_a_slot_that_is_given_to_a_cancelled_task_is_not_lost() -> None:
+    slots = TenantSlots(1)
 
     async def work() -> None:
-        async with places.place("a"):
+        async with slots.slot("a"):
             pass
 
-    async with places.place("b"):
+    async with slots.slot("b"):
         waiting = [asyncio.create_task(work()) for _ in range(2)]
         await settle(1)
-    waiting[0].cancel()  # in the moment in which it has the place
+    waiting[0].cancel()  # in the moment in which it has the slot
     await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 60)
     await asyncio.wait_for(work(), 60)

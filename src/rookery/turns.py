@@ -6,7 +6,7 @@
 * :class:`TenantLines` holds what waits: in order for each tenant, and the tenants take turns.
 * :class:`TenantThreads` runs blocking calls, one at a time for each tenant, and the tenants take turns. A tenant with
   a thousand slow calls delays another one by a single call, and the service's own calls by none.
-* :class:`TenantPlaces` has places for tasks, and the tenants take turns for them.
+* :class:`TenantSlots` has slots for tasks, for which the tenants take turns.
 * :func:`metered` measures the processor time that a coroutine takes of the event loop; :func:`charged` does so in a
   further task of a request, and :func:`loop_time_of` in a part of the service's work.
 """
@@ -165,16 +165,16 @@ class TenantThreads:
         self._start()
 
 
-class TenantPlaces:
-    """Places for tasks of one event loop, for which tenants take turns."""
+class TenantSlots:
+    """Slots for tasks of one event loop, for which tenants take turns."""
 
-    def __init__(self, places: int) -> None:
-        self._free = places
+    def __init__(self, slots: int) -> None:
+        self._free = slots
         self._waiting = TenantLines[asyncio.Future[None]]()
 
     @asynccontextmanager
-    async def place(self, tenant: str) -> AsyncIterator[None]:
-        """A place within, for work of the tenant."""
+    async def slot(self, tenant: str) -> AsyncIterator[None]:
+        """A slot within, for work of the tenant."""
         if self._free:
             self._free -= 1
         else:

@@ -638,6 +638,13 @@ def test_long_text_of_a_name_is_refused_in_one_short_line(
     assert len(response.content) < 20_000 and max(waited) < 1, sorted(waited)[-3:]
 
 
+@pytest.mark.parametrize("path", ["/api/v1/jobs/", "/api/v1/tenants/", "/v1/models/", "/nowhere/"])
+def test_long_path_is_refused_in_one_short_line(path: str, tenant: httpx.Client) -> None:
+    """Errors that name an object repeat its name."""
+    refused = tenant.get(path + "x" * 5000)
+    assert refused.status_code == 414 and len(refused.content) < 300, refused.text[:300]
+
+
 def test_metadata_with_line_ends_is_one_line_of_the_log(service: EmbeddedService, tenant: httpx.Client) -> None:
     forged = "0.38\n12:00:00 error: the database is lost\x1b[2K"
     tenant.post("/tinker/api/v1/create_session", json={"sdk_version": forged}).raise_for_status()

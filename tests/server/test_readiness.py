@@ -68,9 +68,9 @@ async def test_a_service_keeps_its_places_while_all_threads_of_others_hang(renew
 
     if renews == "claim":
         service = cast(Any, SimpleNamespace(_rules=SimpleNamespace(claim_seconds=0.0)))
-        work = launcher.Service._renew_claim(service, cast(Any, SimpleNamespace(claim=renew)))
+        work = launcher.Service.renew_claim(service, cast(Any, SimpleNamespace(claim=renew)))
     else:
-        work = launcher._renew_hold(cast(Any, SimpleNamespace(hold=renew)), cast(Any, None), 0.0)
+        work = launcher.renew_hold(cast(Any, SimpleNamespace(hold=renew)), cast(Any, None), 0.0)
     task = asyncio.create_task(work)
     try:
         for _ in range(3):

@@ -13,7 +13,7 @@ from rookery.children import child_variables, interpreter
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.tokenization.chat import Chat
 from rookery.tokenization.registry import is_prepared, model_folder
-from rookery.turns import TENANT, TenantPlaces, service_task
+from rookery.turns import TENANT, TenantSlots, service_task
 
 log = logging.getLogger("rookery.server")
 
@@ -32,7 +32,7 @@ class BaseModels:
         """``cache``: the folder of base models. Preparing one may take ``seconds``."""
         self._cache = cache
         self._seconds = seconds
-        self._preparing = TenantPlaces(PREPARED_AT_ONCE)
+        self._preparing = TenantSlots(PREPARED_AT_ONCE)
         self._loading: dict[str, asyncio.Task[Chat]] = {}
 
     async def chat(self, model: str) -> Chat:
@@ -50,7 +50,7 @@ class BaseModels:
     async def _load(self, model: str, tenant: str) -> Chat:
         folder = model_folder(self._cache, model)
         if not await asyncio.to_thread(is_prepared, folder):
-            async with self._preparing.place(tenant):
+            async with self._preparing.slot(tenant):
                 await self._prepare(model)
         return await asyncio.to_thread(Chat.load, folder)
 

@@ -336,13 +336,13 @@ class Service:
         )
         stop_seconds = max(1, round(settings.server.stop_seconds))
         self._serving = await self._serve(opened, build(context), listening, stop_seconds)
-        self._claiming = asyncio.create_task(self._renew_claim(database), name="claim")
+        self._claiming = asyncio.create_task(self.renew_claim(database), name="claim")
         opened.push_async_callback(cancel_all, self._claiming)
         watch = asyncio.create_task(restarting(partial(connections.watch, self._clock), self._clock), name="expiry")
         opened.push_async_callback(cancel_all, watch)
         opened.push_async_callback(
             cancel_all,
-            asyncio.create_task(_renew_hold(artifacts, storage.lease, self._rules.claim_seconds), name="holder"),
+            asyncio.create_task(renew_hold(artifacts, storage.lease, self._rules.claim_seconds), name="holder"),
         )
         opened.push_async_callback(cluster.stop)  # runs first, so that workers can send their results
         await cluster.start()
@@ -401,7 +401,7 @@ class Service:
                     await asyncio.sleep(self._rules.claim_seconds)
         log.warning("the other service has ended: this one takes over")
 
-    async def _renew_claim(self, database: Database) -> None:
+    async def renew_claim(self, database: Database) -> None:
         """Renew the claim on the database. Raises :class:`Unavailable` when another service has claimed it while it
         could not be reached from here: started again, this one can be its standby."""
         while True:
@@ -627,7 +627,7 @@ async def _hold(artifacts: Artifacts, lease: Lease) -> None:
         await asyncio.sleep(WATCH_SECONDS)
 
 
-async def _renew_hold(artifacts: Artifacts, lease: Lease, seconds: float) -> None:
+async def renew_hold(artifacts: Artifacts, lease: Lease, seconds: float) -> None:
     """Renew the lease on the place each ``seconds``. While another service has it nothing is written or deleted there,
     and jobs wait."""
     holds = True

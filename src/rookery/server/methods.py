@@ -8,6 +8,7 @@
 * A method that a path does not have is status 405 with the methods that it has, where another route, such as
   ``/v1/{path}`` or ``/jobs/{job}``, would take the request and find nothing; also below mounts.
 * A plain request for the path of a WebSocket is status 426: a proxy before the service has removed the headers.
+* A path that no object has for its length is status 414.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ UPGRADE = (
 
 AZURE = re.compile("/openai/(v1/|deployments/[^/]+/)?(?=.)")
 """The part of a path of Azure that stands for ``/v1/``."""
+
+LONGEST_PATH = 2048
+"""Characters of a path: names and ids have hundreds at most, and errors repeat them."""
 
 
 class RequestMethods:
@@ -73,6 +77,10 @@ class RequestMethods:
         if (azure := AZURE.match(scope["path"])) and not self._methods_of(scope["path"]):
             scope = {**scope, "path": "/v1/" + scope["path"][azure.end() :]}
         path, method = scope["path"], "GET" if scope["method"] == "HEAD" else scope["method"]
+        if len(path) > LONGEST_PATH:
+            line = f"the path has {len(path)} characters, allowed: at most {LONGEST_PATH}"
+            await path_error(path, 414, line)(scope, receive, send)
+            return
         if path in self._sockets:
             response = error_response(426, UPGRADE.format(path=path), headers={"Upgrade": "websocket"})
             await response(scope, receive, send)
