@@ -49,8 +49,8 @@ ARROWS: dict[str, set[str]] = {
     "tokenization": {"errors", "folders"},
     "storage": {"errors", "folders", "turns", "network", "pace", "protocol", "spec"},
     "environments": {
-        "errors", "aio", "children", "bounds", "turns", "tenant_loop", "folders", "network", "settings", "protocol",
-        "spec", "telemetry.log", "tokenization.written",
+        "errors", "aio", "children", "bounds", "turns", "tenant_loop", "folders", "machine", "network", "settings",
+        "protocol", "spec", "telemetry.log", "tokenization.written",
     },
     "controller": {
         "errors", "aio", "clock", "bounds", "turns", "network", "settings", "protocol", "spec", "algorithms",
