@@ -20,6 +20,7 @@ from subprocess import PIPE
 from typing import Any
 
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -28,7 +29,7 @@ from tests.support.processes import runs
 from tests.support.waiting import until
 
 from rookery.environments.builtins import find
-from rookery.environments.verifiers import pool, verifiers
+from rookery.environments.verifiers import pool
 from rookery.environments.verifiers.expressions import reply_latex
 from rookery.environments.verifiers.parts import opened_thought
 from rookery.environments.verifiers.texts import folded
@@ -693,13 +694,13 @@ def test_an_answer_that_loses_digits_is_refused_where_it_is_compared(
 
 def test_a_pattern_is_compiled_once_however_many_others_are_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One may take two seconds, and the jobs of all tenants share a host."""
-    compiled, compile = list[str](), verifiers._compile
+    compiled, compile = list[str](), regex.compile
 
     def counted(pattern: str) -> Any:
         compiled.append(pattern)
         return compile(pattern)
 
-    monkeypatch.setattr(verifiers, "_compile", counted)
+    monkeypatch.setattr(regex, "compile", counted)
     patterns = [f"x{number}$" for number in range(300)]
     judges = [Regex(pattern=pattern) for pattern in patterns]
     for _ in range(2):
