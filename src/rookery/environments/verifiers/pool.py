@@ -290,7 +290,7 @@ def _ended(forked: int) -> tuple[int, float]:
 
 
 def _yield_processor(session: int | None) -> None:
-    """What this process of the ``session`` computes takes long, so it yields to everybody else's work."""
+    """A computation of this process of the ``session`` takes long, so it yields to everybody else's work."""
     os.nice(LOWEST_PRIORITY)
     if session is not None and not set_session_priority(session, LOWEST_PRIORITY, tries=1):
         signal.setitimer(signal.ITIMER_VIRTUAL, LONG_SECONDS)  # try again then
