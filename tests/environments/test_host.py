@@ -211,8 +211,8 @@ async def test_each_method_knows_the_tenant_that_calls() -> None:
             for tenant in ("bob", "alice"):
                 begun = reset(f"{name}-{tenant}", name)
                 begun.tenant = tenant
-                assert (await controller.ask(begun)).messages[0].content == f"alice {tenant}"
-                assert (await controller.ask(step(begun.episode))).messages[0].content == f"alice {tenant}"
+                assert (await controller.ask(begun)).messages[0].content == f"{tenant} {tenant}"
+                assert (await controller.ask(step(begun.episode))).messages[0].content == f"{tenant} {tenant}"
 
 
 @pytest.mark.parametrize(
