@@ -134,7 +134,7 @@ def opened(folder: Path) -> Iterator[Town]:
 @contextmanager
 def endless(town: Town, name: str) -> Iterator[Job]:
     """A run that takes steps until the block ends, however slow the machine is."""
-    running = town.ada.submit(job(name=name, stop={"steps": 1_000_000}))
+    running = town.ada.submit(job(name=name, stop={"steps": 99_999}))
     try:
         yield running
     finally:
