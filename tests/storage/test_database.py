@@ -857,6 +857,8 @@ delete_secret""".split()
 _EMPTY: dict[str, Any] = {
     "keys": [],
     "events": [],
+    "latest_events": [],
+    "latest_steps": [],
     "list_jobs": [],
     "policies": [],
     "recent_episodes": [],
