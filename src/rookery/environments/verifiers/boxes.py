@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from rookery.environments.verifiers.numbers import ENGLISH_MAGNITUDES
+
 END = 400
 """Characters before a box, and after it, that decide about its value."""
 
@@ -30,7 +32,7 @@ _BOX_BEFORE = re.compile(
 """Another box of which nothing but an operation, or nothing, separates it."""
 _OPERAND_AFTER = re.compile(
     r"(?:\s|\$|\\[)\],;:! ]|[)\]}*_~])*+(?:\^(?! *\{? *\\circ)|/ ?\d|(?:\\(?:text|textrm|mathrm|mbox) ?\{ *)?"
-    r"(?i:hundred|thousand|million|billion|trillion|dozen|lakh|crore)s?\b)|\d"
+    rf"(?i:{ENGLISH_MAGNITUDES})s?\b)|\d"
 )
 """The text after a box that makes it another number: a power, a divisor, a magnitude, a digit."""
 

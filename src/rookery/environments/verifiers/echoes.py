@@ -11,7 +11,7 @@ from typing import Any
 from rookery.environments.verifiers.boxes import last_box, several_boxes
 from rookery.environments.verifiers.expressions import content_of
 from rookery.environments.verifiers.numbers import spelt_in_ascii
-from rookery.environments.verifiers.sentences import last_answer
+from rookery.environments.verifiers.sentences import END, last_answer
 
 _SAME = (
     (re.compile(r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname) *\{([^{}]*)\}"), r"\1"),
@@ -38,8 +38,6 @@ _VALUE = re.compile(r"-?[\d.,]*%?|-?\d+[a-zA-Z]{0,3}|[A-Za-z]='?-?[\d.,/]+", re.
 _BEFORE = re.compile(r"\b(?:is|are|be|equals)\b:?|[:：\n]")
 """The text before an answer."""
 _MATHEMATICS = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-END = 400
-"""Characters at a reply's end in which its answer is looked for."""
 
 
 def repeats_question(reply: str, expected: str, row: Mapping[str, Any]) -> bool:

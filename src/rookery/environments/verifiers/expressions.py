@@ -23,8 +23,8 @@ from fractions import Fraction
 from typing import Any
 
 from rookery.environments.verifiers.boxes import last_box, several_boxes, sign_of_box
-from rookery.environments.verifiers.numbers import MAGNITUDES, spelt_in_ascii
-from rookery.environments.verifiers.sentences import last_answer, ratio_in_words
+from rookery.environments.verifiers.numbers import ENGLISH_MAGNITUDES, MAGNITUDES, spelt_in_ascii
+from rookery.environments.verifiers.sentences import END, last_answer, ratio_in_words
 from rookery.environments.verifiers.texts import decimal_of, described, visible
 from rookery.environments.verifiers.units import LENGTHS, OPPOSITES, unit_of
 
@@ -130,18 +130,16 @@ _ENVIRONMENT = re.compile(r"\\begin\{(\w+\*?)\}.*?\\end\{\1\}", re.DOTALL)
 _MATHEMATICS = re.compile(r"\$(?!\s)([^$]+)(?<!\s)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _OPENING, _CLOSING = r"*_`\"'“‘«", r"*_`\"'”’»"
 """Quotes and the emphasis of Markdown."""
+_DENIAL_WORDS = r"(?:\b(?:can)?not|n['’]t|\bnever)(?: be)?(?: equal)?(?: to)? *"
 _DENIED = re.compile(
-    r"(?:\b(?:can)?not|n['’]t|\bnever)(?: be)?(?: equal)?(?: to)? *"
-    rf"(?:\$[^$]*\$|\\\(.*?\\\)|[{_OPENING}]*-?\d[\d.,/]*)[\s.!{_CLOSING}]*\Z",
+    rf"{_DENIAL_WORDS}(?:\$[^$]*\$|\\\(.*?\\\)|[{_OPENING}]*-?\d[\d.,/]*)[\s.!{_CLOSING}]*\Z",
     re.IGNORECASE,
 )
 """The end of a reply that denies its last expression."""
-_DENIED_BEFORE = re.compile(
-    r"(?:\b(?:can)?not|n['’]t|\bnever)(?: be)?(?: equal)?(?: to)? *[-$(*`]*\d[\d.,/]*[)$*`]*[,;:.] (?=.*\d)", re.DOTALL
-)
+_DENIED_BEFORE = re.compile(_DENIAL_WORDS + r"[-$(*`]*\d[\d.,/]*[)$*`]*[,;:.] (?=.*\d)", re.DOTALL)
 """A denial before the answer."""
 _UNCLEAR_END = re.compile(
-    r"\d[\s$*_`)]*(?:\\text ?\{ *)?(?:hundred|thousand|million|billion|trillion|dozen|lakh|crore)s?\b[^\d]*\Z"
+    rf"\d[\s$*_`)]*(?:\\text ?\{{ *)?(?:{ENGLISH_MAGNITUDES})s?\b[^\d]*\Z"
     r"|\d[\s$*_`)]*(?:is|was|are) (?:the )?(?:wrong|incorrect|not)\b[^\d]*\Z"
     r"|\d[\s(]*\b(?:or|and)[\s(]+(?:(?:maybe|perhaps|possibly|even|also|then) +)?[-$]*\d[\d.,/]*[\s.)!$]*\Z"
     r"|\d [a-z]+(?:,| and|, and) \d[\d.,]* [a-z]+[\s.!]*\Z|\d (?:out )?of (?:the )?\d[\d.,]*[\s.!]*\Z"
@@ -152,8 +150,6 @@ _UNCLEAR_END = re.compile(
 """The end of a reply with several numbers, one that is denied, or a magnitude, of which math-verify takes a number."""
 _NEGATIVE = re.compile(r"(?<![\d)\]}])(?<![\d)\]}] )\b(?:minus|negative) (?=[$\\(]*\.?\d)", re.IGNORECASE)
 _PHANTOM = re.compile(r"\\[hv]?phantom *\{[^{}]*\}")
-_END = 400
-"""Characters at a reply's end that decide whether it denies or names its answer."""
 
 
 def _ending(word: str) -> re.Pattern[str]:
@@ -200,7 +196,7 @@ _UNCLEAR = re.compile(
     r"|\d{4}-\d\d?-\d|\d/\d+/\d"  # a date
     r"|(?<![_^\d])\d+(?:\s|\\[,;: !]|\\q?quad(?![A-Za-z]))+\.?\d"  # two numbers side by side
     r"|\d[\s~]*(?:\\[,;: ]|\\(?:text|mathrm|textrm|mbox) ?\{)*\s*"
-    r"(?:hundred|thousand|million|billion|trillion|dozen|lakh|crore)"
+    rf"(?:{ENGLISH_MAGNITUDES})"
     r"|\d(?:st|nd|rd|th)\b|\d[eE][-+]?\d|\b0[xX][0-9A-Fa-f]|\A(?:[—―➖]|\^)|\? *\d"
     r"|\d +(?!(?:and|or)\b)[A-Za-z]{2,}\.?,? +(?:and +)?\d"  # two amounts: 2 hours 30 minutes
     rf"|\d +{_PART}\b",
@@ -341,10 +337,9 @@ def reply_latex(text: str, *, words: bool = False) -> str | None:
     None for a reply whose last box is empty, unfinished or unclear. With ``words`` a reply may end with any word."""
     boxed = several_boxes(text) or last_box(text)
     if boxed is None:
-        text = text[
-            max((found.end() for found in _DENIED_BEFORE.finditer(text, max(0, len(text) - _END))), default=0) :
-        ]
-        end = text[-_END:]
+        denied = [found.end() for found in _DENIED_BEFORE.finditer(text, max(0, len(text) - END))]
+        text = text[max(denied, default=0) :]
+        end = text[-END:]
         spelt = spelt_in_ascii(end)
         named = (_NAMED_WORD if words else _NAMED).search(spelt)
         if named is not None:
@@ -360,7 +355,7 @@ def reply_latex(text: str, *, words: bool = False) -> str | None:
             return clear(answer)
         if _UNCLEAR_END.search(spelt):
             return None
-        text = _NEGATIVE.sub("-", text[:-_END] + _bared(end))
+        text = _NEGATIVE.sub("-", text[:-END] + _bared(end))
         text = _raised(_written(_RANGE.sub(lambda found: f"{found[0][0]} to {found[0][-1]}", text)))
         return text if "$" in text or "\\" in text else _BRACED_POWER.sub(r"^\1", text)
     sign = "" if several_boxes(text) else sign_of_box(text)
@@ -460,7 +455,7 @@ def _listed(latex: str) -> list[str]:
 def without_unit(latex: str) -> tuple[str, str, Fraction]:
     """An answer without its unit, the measure of the unit and its size; "" for an answer without one that is known."""
     box = last_box(latex)
-    found = _UNIT.search(latex[-_END:] if box is None else box)
+    found = _UNIT.search(latex[-END:] if box is None else box)
     if found is None or (not found["gap"] and _ADJACENT.fullmatch(found["bare"] or "")):
         return latex, "", Fraction(1)
     unit = unit_of(found["bare"] or found["text"], enclosed=found["bare"] is None)

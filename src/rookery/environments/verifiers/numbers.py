@@ -32,6 +32,8 @@ MAGNITUDES = "十百千万億亿兆萬億仟佰拾"
 """Characters after a number that multiply it."""
 _HANGUL_MAGNITUDES = "십백천만억조"
 """The same directly after it; after a space they begin other words."""
+ENGLISH_MAGNITUDES = "hundred|thousand|million|billion|trillion|dozen|lakh|crore"
+"""English words, in the singular, that multiply the number before them."""
 _MAGNITUDE_WORDS = (
     "hundreds?|thousands?|(?:b|tr|quadr|quint|sext)illions?|dozens?|lakhs?|lacs?|crores?|per ?mille?|promille"
     "|tausend|mio|mrd|tsd|mil|mille|mila|mii|mill(?:ón|ones)|bill(?:ón|ones)|m?bilh(?:ão|ões)|milh(?:ão|ões)"
