@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -41,20 +41,21 @@ READ_SECONDS = 8.0
 and more than a read waits for a lock, whose error has the cause."""
 
 
-@asynccontextmanager
-async def read_within(seconds: float = READ_SECONDS) -> AsyncIterator[None]:
+def read_within(seconds: float = READ_SECONDS) -> AbstractAsyncContextManager[None]:
     """Raises :class:`DatabaseAway` where the reads within take longer than so many ``seconds`` together."""
+    return _answered(asyncio.timeout(seconds), seconds)
+
+
+@asynccontextmanager
+async def _answered(limit: asyncio.Timeout, seconds: float) -> AsyncIterator[None]:
+    """Raises :class:`DatabaseAway`, which names ``seconds``, where the ``limit`` expires within."""
     try:
-        async with asyncio.timeout(seconds) as limit:
+        async with limit:
             yield
     except TimeoutError:
         if not limit.expired():
             raise
-        raise _silent(seconds) from None
-
-
-def _silent(seconds: float) -> DatabaseAway:
-    return DatabaseAway(f"the database does not answer within {seconds:g} s")
+        raise DatabaseAway(f"the database does not answer within {seconds:g} s") from None
 
 
 async def every(
@@ -291,7 +292,7 @@ class Store:
 
     async def _read_in_time(self, call: Callable[[], T]) -> T:
         """The time in which reads of others end before this one begins does not count: it is theirs."""
-        loop = asyncio.get_running_loop()
+        loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
         submitted, begun = loop.time(), list[float]()
         timer = loop.call_later(self._read_seconds, lambda: look())
 
@@ -310,13 +311,8 @@ class Store:
             else:
                 timer = loop.call_later(left, look)
 
-        try:
-            async with asyncio.timeout(None) as limit:
-                try:
-                    return await self._readers(run)
-                finally:
-                    timer.cancel()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise _silent(self._read_seconds) from None
+        async with _answered(limit, self._read_seconds):
+            try:
+                return await self._readers(run)
+            finally:
+                timer.cancel()
