@@ -54,6 +54,9 @@ MOST_LINES = 6
 """Of a measure on the page."""
 
 AGAIN = {
+    "with lanes: a client's P99 time to first token under two training jobs, not worse than in turns": (
+        "python -m benchmarks.jobs.serving --quick --lanes"
+    ),
     "chaos in virtual time: 1,000 workers, 200 jobs, 100,000 preemptions": "make chaos-at-scale",
     "the controller's time per event as workers and jobs grow": "make controller-scaling",
     "lost workers, restarts, joining workers, seeding": "make bench-preemption",
