@@ -3,7 +3,7 @@ them.
 
 A terminal shows a line per step, events as they come, and under them the job's present state. Elsewhere the same lines
 are written without the state, and with ``--json`` one object per line: ``job``, ``metrics``, ``rollback`` and
-``event``.
+``event``. The last line of ``rookery run --json`` has the job with its evaluations and the folder of its adapter.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Follower:
 
     def _row(self, row: Record, view: Record) -> None:
         if self._cli.json:
-            print_json({"metrics": row})
+            print_json({"metrics": self._steps.figures(row, view.spec)})
             return
         for line in self._steps.of(row, view.spec):
             self._write(line, words=line.startswith(PROSE))

@@ -156,12 +156,12 @@ def logs(
                 code = INTERRUPTED
             raise typer.Exit(code)
         events, rows, spec = found.events(limit), list(found.metrics(follow=False)), found.show().spec
+    lines = StepLines(console().width if is_terminal() else None)
     if cli.json:
-        print_json({"events": events, "metrics": rows})
+        print_json({"events": events, "metrics": [lines.figures(row, spec) for row in rows]})
         return
     for event in events:
         show(f"{time_of(event.time)}  {event.kind.replace('_', ' ')}: {printable(event.text)}")
-    lines = StepLines(console().width if is_terminal() else None)
     for row in rows:
         for line in lines.of(row, spec):
             show(line)
@@ -255,7 +255,8 @@ def export(
         written = report(found, limit).encode()
     with replaced(file) as out:
         out.write(written)
-    cli.show({"job": found.id, "file": str(file)}, f"{file} has {found.name} ({len(written):,} bytes)")
+    size = len(written)
+    cli.show({"job": found.id, "file": str(file), "bytes": size}, f"{file} has {found.name} ({size:,} bytes)")
 
 
 @app.command("tensorboard")

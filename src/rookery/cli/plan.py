@@ -92,6 +92,7 @@ def plan(
     more = {name: max(0.0, gain) for name, gain in gains(fleet, demands, found, budget=budget, seed=seed).items()}
     planned = plan_of(fleet, devices, demands, found.prediction).model_copy(update={"model": model})
     report = as_json(devices, found, more)
+    report["commands"] = [command(worker, planned, followed=out is not None) for worker in planned.workers]
     if simulate:
         from rookery.simulation.planned import simulate_plan
 
@@ -119,8 +120,8 @@ def plan(
         show(f"One more {name}: {gain:.0%} less time" if gain >= 0.005 else f"One more {name}: no gain")
     service = f", for rookery serve --plan {out}" if out is not None else ""
     show(f"\nCommands, each on its machine{service}:")
-    for worker in planned.workers:
-        show(f"  {command(worker, planned, followed=out is not None)}")
+    for line in report["commands"]:
+        show(f"  {line}")
 
 
 def check_folder(out: Path | None) -> None:
@@ -284,6 +285,7 @@ def as_json(devices: list[Device], found: Found, more: dict[str, float]) -> dict
     return {
         "step_seconds": found.prediction.seconds,
         "measured_seconds": [found.prediction.seconds * times for times in MEASURED_SLOWER],
+        "measured_times": list(MEASURED_SLOWER),
         "evaluations": found.evaluations,
         "workers": [
             {"name": device.name, "machine": device.machine.name, "role": use.role, "rows": use.rows,

@@ -191,18 +191,23 @@ def _follow(cli: Cli, job: Job, adapter: Path | None, interrupted: str, continue
         return INTERRUPTED
     if adapter is not None and view.state == "completed":
         job.adapter().download(adapter)
-    if not cli.json:
-        _summary(job, view, adapter, continues)
+    else:
+        adapter = None
+    evaluations = job.evaluations()
+    if cli.json:
+        print_json({"job": view, "evaluations": evaluations, "adapter": None if adapter is None else str(adapter)})
+    else:
+        _summary(job, view, evaluations, adapter, continues)
     return ENDINGS[view.state]
 
 
-def _summary(job: Job, view: Record, adapter: Path | None, continues: str) -> None:
+def _summary(job: Job, view: Record, evaluations: list[Record], adapter: Path | None, continues: str) -> None:
     show(job_line(view))
     several = len(view.spec.policies) > 1
-    for row in job.evaluations():
+    for row in evaluations:
         line = f"{row.policy + ' ' if several else ''}version {row.version}: {evaluation_text(row)}"
         show(line + (f"; the best constant reply earns {row.constant['reward']:.3f}" if row.constant else ""))
-    if view.state == "completed" and adapter is not None:
+    if adapter is not None:
         show(f"adapter: {adapter}")
     elif view.state == "completed":
         show(f"chat with it: rookery chat {job.id}")

@@ -119,9 +119,7 @@ class StepLines:
 
     def of(self, row: Row, spec: Mapping[str, Any]) -> Iterator[str]:
         """The line of a step, after the header where it is due, and advice that was not given yet."""
-        policy = policy_of(row, spec)
-        values = {**row, "tokens/s": tokens_per_second(row, self._before.get(policy))}
-        self._before[policy] = row
+        policy, values = policy_of(row, spec), self.figures(row, spec)
         recent = self._recent[policy] = [*self._recent[policy], row][-ADVICE_STEPS:]
         every = ROW_COLUMNS if _on_rows(row) else STEP_COLUMNS
         if self._columns is None and self._width is not None:
@@ -145,6 +143,12 @@ class StepLines:
             if (policy, metric) not in self._advised:
                 self._advised.add((policy, metric))
                 yield f"advice{f' ({policy})' * bool(policy)}: {line}"
+
+    def figures(self, row: Row, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """The metrics of the next step, with the sampled tokens per second since the step before."""
+        policy = policy_of(row, spec)
+        before, self._before[policy] = self._before.get(policy), row
+        return {**row, "tokens/s": tokens_per_second(row, before)}
 
     def back(self, step: int) -> None:
         """The job went back to ``step``: forget the rows of later steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,6 +16,8 @@ from rookery.simulation.replay import ReplayResult
 from rookery.simulation.traces import HOUR
 
 DERIVED = ("tokens", "tokens_per_second", "steps_per_hour", "cost", "tokens_per_price")
+RELATIVE = ("tokens_per_second", "tokens_per_price")
+"""Figures of which the tables show the quotient with those of the first outcome."""
 MEANS = ("waiting", "trainer_wait", "remote_wait", "queue")
 
 
@@ -47,7 +50,16 @@ def _mode(outcome: ReplayResult, alone: ReplayResult) -> dict[str, Any]:
     del figures["scenario"]
     shown = {name: getattr(outcome, name) for name in DERIVED}
     means = {name: outcome.mean(name) for name in MEANS}
-    return {**shown, **means, "break_even_discount": _break_even(outcome, alone), **figures}
+    relative = {name: getattr(outcome, name) / (getattr(alone, name) or math.nan) for name in RELATIVE}
+    return {
+        **shown, **means, "instances": instances(outcome), "break_even_discount": _break_even(outcome, alone),
+        "of_the_first": {name: None if math.isnan(ratio) else ratio for name, ratio in relative.items()}, **figures,
+    }  # fmt: skip
+
+
+def instances(outcome: ReplayResult) -> float:
+    """The mean number of preemptible machines that were rented."""
+    return outcome.preemptible_hours * HOUR / outcome.seconds
 
 
 def _break_even(outcome: ReplayResult, alone: ReplayResult) -> float | None:
@@ -72,7 +84,7 @@ def tables(outcomes: Sequence[ReplayResult]) -> Group:
     )  # fmt: skip
     for outcome in outcomes:
         even = _break_even(outcome, alone)
-        rented = outcome.preemptible_hours * HOUR / outcome.seconds
+        rented = instances(outcome)
         gained.add_row(
             outcome.mode,
             f"{outcome.tokens_per_second:,.0f}",
