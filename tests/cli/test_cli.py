@@ -123,7 +123,7 @@ def test_run_with_json_prints_one_object_per_line(here: Path, capsys: pytest.Cap
     assert call("run", written(here, job(name="scripted")), "--json") == 0
     said = lines(capsys.readouterr().out)
     assert [line["metrics"]["step"] for line in said if "metrics" in line] == [1, 2]
-    assert said[-1]["job"]["state"] == "completed"
+    assert said[-1]["job"]["state"] == "completed" and said[-1]["adapter"] is None
 
 
 def test_exit_code_of_run_follows_the_jobs_end(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -439,6 +439,22 @@ def test_chat_with_a_job_a_version_and_a_base_model(
     assert call("chat", "talker", "--seed", 2, stdin=Typed("2+2?\nand now?\n\n")) == 0
     assert capsys.readouterr().out == "> 4\n> 4\n> "
     assert call("chat", "nobody", "-m", "hello") == 2
+
+
+class Interrupted(Typed):
+    """A terminal at which Ctrl-C is pressed."""
+
+    def readline(self, size: int | None = -1, /) -> str:
+        raise KeyboardInterrupt
+
+
+def test_chat_that_is_interrupted_at_its_prompt_has_the_code_of_ctrl_c(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty line and Ctrl-D end it with 0. The prompt of the shell begins a line in either case."""
+    for terminal, code in ((Interrupted(), 130), (Typed(""), 0)):
+        assert call("chat", MODEL, stdin=terminal) == code
+        assert capsys.readouterr().out == "> \n"
 
 
 def test_workers_are_listed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

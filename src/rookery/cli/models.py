@@ -144,6 +144,8 @@ def _print_stream(chunks: Iterator[str]) -> str:
 def _read_line() -> str:
     try:
         return input("> ").strip()
-    except (EOFError, KeyboardInterrupt):
-        print()
+    except (EOFError, KeyboardInterrupt) as end:
+        print()  # what follows begins a line
+        if isinstance(end, KeyboardInterrupt):
+            raise
         return ""

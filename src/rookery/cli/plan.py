@@ -174,8 +174,8 @@ def profile(
     if out is not None:
         merged(out, UNMEASURED | given)
     run = subprocess.run(
-        interpreter("rookery.worker.profile", "--model", model, "--name", named), stdout=subprocess.PIPE, check=False,
-        env=child_variables(),
+        interpreter("rookery.start", "rookery.worker.profile", "--model", model, "--name", named),
+        stdout=subprocess.PIPE, check=False, env=child_variables(),
     )  # fmt: skip
     if run.returncode > 0:  # it has written the reason
         raise typer.Exit(run.returncode)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import statistics
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from rookery import protocol
+from rookery.aio import INTERRUPTED
 from rookery.errors import EXIT_REFUSED, UserError
 from rookery.folders import temporary_folder
 from rookery.settings import WORKER_SETTINGS, Settings
@@ -198,6 +200,7 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--name", required=True)
     given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on Ctrl-C removes what was begun
     try:
         settings = Settings.load(uses=WORKER_SETTINGS)
         log_to_stderr(settings.server.log_level)
@@ -205,6 +208,8 @@ def main() -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return EXIT_REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return 0
 
 
