@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+from array import array
 from collections import Counter
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import pytest
 
 from rookery.environments.base import Environment, Split
+from rookery.environments.jsonl import IndexedRows
 from rookery.environments.prototypes import Prototypes
 from rookery.turns import TENANT, work_of
 
@@ -82,4 +85,50 @@ async def test_tenants_share_no_environment_and_displace_none() -> None:
     assert built == {"alice": 1, "bob": 100}
     await use("alice", 0)
     assert built["alice"] == 1, "the tenant with the most loses some"
+    await kept.close()
+
+
+async def test_the_memory_of_kept_environments_is_bounded_and_the_largest_tenant_pays() -> None:
+    """Rows of a file, inline rows and orders count. 256 dry runs over datasets of millions of rows filled a machine."""
+    now, alive, built = 0.0, WeakSet[Environment](), Counter[str]()
+
+    class OfRows(Plain):
+        def __init__(self, rows: int) -> None:
+            self.rows = IndexedRows(Path("rows.jsonl"), array("Q", range(rows)))
+
+        def prompts(self, split: Split) -> Any:
+            return self.rows if split == "train" else []
+
+    async def build(name: str, options: dict[str, Any]) -> Environment:
+        built[TENANT.get()] += 1
+        alive.add(environment := OfRows(options["rows"]))
+        return environment
+
+    kept = Prototypes(build, lambda name: name == "builtin", most_bytes=100_000, clock=lambda: now)
+
+    async def use(tenant: str, rows: int, number: int, name: str = "builtin", inline: int = 0) -> int:
+        """How many there are then. The split is opened, and an order drawn."""
+        nonlocal now
+        with work_of(tenant):
+            one = await kept.get(name, {"rows": rows, "number": number, "inline": "x" * inline})
+        one.splits["train"]._open()
+        one.splits["train"]._order(rows, 0, 0)
+        now += 2
+        del one
+        gc.collect()
+        return len(alive)
+
+    assert await use("alice", 1000, 0) == 1  # 12,000 bytes with its order
+    counts = [await use("bob", 1000, number) for number in range(20)]
+    assert max(counts) <= 9 and counts[:5] == [2, 3, 4, 5, 6], "as many as fit"
+    left = await use("alice", 1000, 0)
+    assert built["alice"] == 1, "the small tenant's is still there"
+    assert await use("bob", 1, 99, inline=6000) < left, "inline rows count with the objects made of them"
+    await use("carol", 50_000, 0)
+    await use("alice", 1000, 0)
+    await use("carol", 50_000, 0)
+    assert (built["alice"], built["carol"]) == (1, 2), "one that exceeds all alone runs, and is not kept"
+    for number in range(20):
+        await use("bob", 1000, number, name="users")
+    assert len(alive) >= 20, "a user's host keeps a user's"
     await kept.close()

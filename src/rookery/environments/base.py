@@ -28,6 +28,11 @@ class MadePrompts(Sequence[Any]):
     """The prompts of a split that are read or drawn one by one, whenever they are asked for: none stays in memory.
     Their number is known, and entry i is the same at every call. They are shuffled as those of a list are."""
 
+    @property
+    def bytes(self) -> int:
+        """Memory that they take, of the places of their entries, for example."""
+        return 0
+
 
 @dataclass(frozen=True)
 class Reply:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, MappingView, Sequence, Set, Sized
@@ -27,6 +28,9 @@ ORDERS, ORDERED = 4, 1 << 20
 """Permutations of one split that are kept at least, of different seeds and epochs, and more of them up to so many
 entries together."""
 
+ORDER_BYTES = array("I").itemsize
+"""Of an entry in a permutation: a split has fewer than 2**32."""
+
 
 class PromptDataset:
     """One split of one environment. Thread-safe; runs the user's iterator in the caller's thread."""
@@ -44,6 +48,8 @@ class PromptDataset:
         self._length = -1
         self._orders: LRUCache[tuple[int, int], array[int]] | None = None
         """By seed and epoch; a dropped one is drawn again identically."""
+        self._entry_bytes = 0
+        """Of a finite split's entries."""
 
     def take(self, start: int, count: int, seed: int, shuffle: bool, *, wrap: bool) -> tuple[list[bytes], int]:
         """Prompts ``start`` … ``start + count - 1`` as JSON, and the split's size (-1 while unknown).
@@ -72,18 +78,24 @@ class PromptDataset:
             finite = self._finite
         return [] if finite is None or isinstance(finite, MadePrompts) else finite
 
+    @property
+    def bytes(self) -> int:
+        """Memory that the split takes here: its entries, or their places, and the orders that are kept."""
+        orders = self._orders
+        return self._entry_bytes + (0 if orders is None else int(orders.currsize) * ORDER_BYTES)
+
     def _order(self, size: int, seed: int, epoch: int) -> array[int]:
         if self._orders is None:
             self._orders = LRUCache(max(ORDERED, ORDERS * size), len)
         if (found := self._orders.get((seed, epoch))) is None:
-            found = array("Q", Random(f"{seed}:{epoch}").sample(range(size), size))
+            found = array("I", Random(f"{seed}:{epoch}").sample(range(size), size))
             self._orders[seed, epoch] = found
         return found
 
     def _open(self) -> None:
         prompts = self._environment.prompts(self._split)
         if isinstance(prompts, MadePrompts) and prompts:
-            self._finite = prompts
+            self._finite, self._entry_bytes = prompts, prompts.bytes
             return
         if isinstance(prompts, str | bytes | Mapping | Set) and not isinstance(prompts, MappingView):
             raise ValueError(
@@ -101,7 +113,7 @@ class PromptDataset:
             remedy = "; give held-out prompts, or leave evaluation out of the job" if self._split == "eval" else ""
             raise ValueError(f"prompts({self._split!r}) gave none{remedy}")
         if hasattr(prompts, "__len__") or len(head) <= self._stream_after:
-            self._finite = head
+            self._finite, self._entry_bytes = head, sum(map(sys.getsizeof, head))
         else:
             self._stream, self._position, self._most = itertools.chain(head, entries), 0, len(head)
 

@@ -302,6 +302,10 @@ class IndexedRows(MadePrompts):
     def __len__(self) -> int:
         return len(self.offsets)
 
+    @property
+    def bytes(self) -> int:
+        return self.offsets.itemsize * len(self.offsets)
+
     def line(self, index: int) -> int:
         """The number of a row's line in the file, from 1."""
         with self._path.open("rb") as file:

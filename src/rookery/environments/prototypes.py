@@ -24,6 +24,19 @@ MAX_PROTOTYPES = 256
 """Environments kept built, one per tenant, name and options in use. Beyond that, of the tenant that has the most, the
 one unused longest is dropped, and built again when needed."""
 
+MOST_BYTES = 512 << 20
+"""Memory of the built-in environments that are kept: their process serves all tenants, and each job, and each dry run,
+may name a dataset of millions of rows. Beyond that, of the tenant that takes the most, the one unused longest is
+dropped."""
+
+OPTION_BYTES = 10
+"""Memory of a byte of options, itself and the objects made of it: inline rows of 35 bytes take 8.9 times their size, of a
+thousand bytes 2.3 times."""
+
+WEIGH_SECONDS = 1.0
+"""Between two looks at the memory of all of them, unless one is built: splits take more as they are read, and every
+episode asks for its environment."""
+
 UNUSED_SECONDS = 600.0
 """A built-in environment that nothing used for so long is dropped: its job has ended, and its rows may be many. One of
 a user's is kept: to build it may take minutes."""
@@ -33,6 +46,11 @@ a user's is kept: to build it may take minutes."""
 class Prototype:
     environment: Environment
     splits: dict[str, PromptDataset]
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the splits."""
+        return sum(dataset.bytes for dataset in self.splits.values())
 
     def take(self, message: protocol.GetPrompts) -> tuple[list[bytes], int, str]:
         """Prompts as JSON, the split's size, and a note about the split with its first ones. Runs a user's code."""
@@ -63,18 +81,21 @@ class Prototypes:
         build: Callable[[str, dict[str, Any]], Awaitable[Environment]],
         droppable: Callable[[str], bool],
         most: int = MAX_PROTOTYPES,
+        most_bytes: int = MOST_BYTES,
         unused_seconds: float = UNUSED_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``build(name, options)`` makes an environment; ``droppable(name)``: whether it is dropped when nothing has
-        used it for ``unused_seconds``."""
+        used it for ``unused_seconds``, and counts towards ``most_bytes``."""
         self._make = build
         self._droppable = droppable
         self._most = most
+        self._most_bytes = most_bytes
         self._unused_seconds = unused_seconds
         self._clock = clock
         self._kept: dict[_Key, tuple[asyncio.Task[Prototype], float]] = {}
         """Each with the time of its last use, in this order."""
+        self._weighed_at = clock()
 
     async def get(self, name: str, options: dict[str, Any]) -> Prototype:
         """The environment of the current tenant with these options, built if it is not kept. Raises the error of
@@ -91,7 +112,31 @@ class Prototypes:
         while len(self._kept) > self._most:
             of_tenant = Counter(one.tenant for one in self._kept)
             del self._kept[max(self._kept, key=lambda one: of_tenant[one.tenant])]
-        return await asyncio.shield(task)
+        new = not task.done()
+        prototype = await asyncio.shield(task)
+        if new or now - self._weighed_at > WEIGH_SECONDS:
+            self._weighed_at = now
+            self._make_room(key)
+        return prototype
+
+    def _make_room(self, used: _Key) -> None:
+        """Drop droppable environments above the limit of memory, but for the one that is ``used`` now."""
+        sizes = {key: self._bytes(key, task) for key, (task, _) in self._kept.items() if self._droppable(key.name)}
+        total, of_tenant = sum(sizes.values()), Counter[str]()
+        for key, size in sizes.items():
+            of_tenant[key.tenant] += size
+        sizes.pop(used, None)
+        while total > self._most_bytes and sizes:
+            first = max(sizes, key=lambda one: of_tenant[one.tenant])
+            size = sizes.pop(first)
+            total -= size
+            of_tenant[first.tenant] -= size
+            del self._kept[first]
+
+    @staticmethod
+    def _bytes(key: _Key, task: asyncio.Task[Prototype]) -> int:
+        built = task.done() and not task.cancelled() and task.exception() is None
+        return OPTION_BYTES * len(key.options) + (task.result().bytes if built else 0)
 
     async def _build(self, name: str, options: dict[str, Any]) -> Prototype:
         environment = await self._make(name, options)
