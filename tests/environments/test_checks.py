@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,9 @@ import psutil
 import pytest
 
 from rookery.children import take_child_seconds
+from rookery.environments.base import SplitSizes
 from rookery.environments.builtins import BUILTINS
-from rookery.environments.checks import EnvironmentChecks
+from rookery.environments.checks import EnvironmentChecks, bytes_of
 from rookery.environments.jsonl import Jsonl, JsonlOptions
 from rookery.errors import Unavailable, UserError
 
@@ -141,3 +145,15 @@ def test_closing_ends_a_check_that_runs(tmp_path: Path) -> None:
         checks.close()
     running.join(10)
     assert isinstance(seen[0], Unavailable)
+
+
+@pytest.mark.parametrize(("forms", "roles"), [(0, 0), (1, 2), (100, 3), (100, 256)])
+def test_kept_results_are_counted_by_their_memory(forms: int, roles: int) -> None:
+    """A dry run over rows of a hundred long forms took half a megabyte for as long as it was one of the last 4,096."""
+    found = asdict(SplitSizes(1, 1, forms=[(["assistant", "tool"] * (roles // 2), f"row {n}") for n in range(forms)]))
+    answer = json.dumps(found)
+    tracemalloc.start()
+    sizes = SplitSizes(**json.loads(answer))
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sizes.train == 1 and taken / 2 <= bytes_of(sizes) <= 2 * taken + 1000

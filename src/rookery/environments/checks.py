@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import sys
 import threading
 from array import array
 from collections.abc import Mapping
@@ -34,8 +35,15 @@ compiles them again."""
 ROWS_SECONDS, ROWS_BYTES = 300.0, 1 << 30
 """The same for all rows: five million small ones take a minute or two, and inline rows are in memory."""
 
-RESULTS, REFUSED_SECONDS = 4096, 60.0
-"""Checks whose results are kept, and for how long a refusal is: its reason may be a file that is away."""
+KEPT_BYTES = 16 << 20
+"""Of the results of checks that are kept: tens of thousands of usual ones, and hundreds of datasets with many forms of
+rows."""
+
+SMALL_BYTES = 500
+"""Of a result without its texts, with the hash by which it is found."""
+
+REFUSALS, REFUSED_SECONDS = 4096, 60.0
+"""Refusals that are kept, and for how long one is: its reason may be a file that is away."""
 
 MEMORY = "MemoryError"
 
@@ -47,9 +55,9 @@ class EnvironmentChecks:
         """``rules`` are those under which the environments will run."""
         self._pool = VerifierPool("check", rules.argument(), module="rookery.environments.check_process")
         self._lock = threading.Lock()
-        self._fitting: LRUCache[str, SplitSizes | None] = LRUCache(RESULTS)
+        self._fitting: LRUCache[str, SplitSizes | None] = LRUCache(KEPT_BYTES, getsizeof=bytes_of)
         """Hashes of options, with the names of their files, that were found right."""
-        self._refused: TTLCache[str, str] = TTLCache(RESULTS, REFUSED_SECONDS)
+        self._refused: TTLCache[str, str] = TTLCache(REFUSALS, REFUSED_SECONDS)
         """Why others were refused."""
 
     def validate(self, id: str, options: Mapping[str, Any]) -> SplitSizes | None:
@@ -110,6 +118,12 @@ class EnvironmentChecks:
         if "refused" in answer:
             raise UserError(answer["refused"])
         return answer.get("result")
+
+
+def bytes_of(sizes: SplitSizes | None) -> int:
+    """The memory of a kept result."""
+    texts = [text for roles, where in sizes.forms for text in (*roles, where)] if sizes is not None else []
+    return sys.getsizeof(sizes) + SMALL_BYTES + sum(map(sys.getsizeof, texts))
 
 
 def _without_rows(options: Mapping[str, Any]) -> dict[str, Any]:
