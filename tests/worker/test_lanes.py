@@ -481,6 +481,7 @@ def test_reasons_for_turns_that_are_there_from_the_start(tmp_path: Path, given: 
         (compute_module.CROWDED, [1.1], lambda w: w.crowd(True), lambda w: w.crowd(False)),
         (compute_module.CLIENTS, [1.1], lambda w: w.serves(MANY), lambda w: w.serves(0)),
         ("requests have objectives", [1.1], lambda w: w.gate.tracked.update(r=0), lambda w: w.gate.tracked.clear()),
+        ("requests have objectives", [1.1], lambda w: w.expects(MANY), lambda w: w.expects(0)),
         ("nothing gains", [2.1], lambda w: w.works(MANY), lambda w: w.works(0)),
         ("slices beside each other are not as predicted", [1, 4] * 10, lambda w: w.works(MANY), lambda w: w.works(0)),
         ("one of both catches up with its share", [1.1], lambda w: w.works(MANY, 100.0), lambda w: w.works(0)),
@@ -494,7 +495,7 @@ def test_the_reason_for_turns_begins_and_ends_with_its_cause(
     @dataclass
     class Worker:
         compute: Compute
-        gate: SloGate
+        gate: Pressed
 
         def crowd(self, crowded: bool) -> None:
             self.compute.crowd(crowded)
@@ -504,6 +505,10 @@ def test_the_reason_for_turns_begins_and_ends_with_its_cause(
 
         def serves(self, slices: int) -> None:
             engine.rollouts = False
+            self.works(slices)
+
+        def expects(self, slices: int) -> None:
+            self.gate.expected = bool(slices)
             self.works(slices)
 
         def works(self, slices: int, weight: float = 1.0) -> None:
@@ -519,6 +524,12 @@ def test_the_reason_for_turns_begins_and_ends_with_its_cause(
 
 class Pressed(SloGate):
     """Whatever it tracks has no slack."""
+
+    expected = False
+
+    @property
+    def expects_clients(self) -> bool:
+        return self.expected or bool(self.tracked)
 
     def least_slack(self) -> float:
         return 0.0

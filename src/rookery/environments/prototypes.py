@@ -30,8 +30,8 @@ may name a dataset of millions of rows. Beyond that, of the tenant that takes th
 dropped."""
 
 OPTION_BYTES = 10
-"""Memory of a byte of options, itself and the objects made of it: inline rows of 35 bytes take 8.9 times their size, of a
-thousand bytes 2.3 times."""
+"""Memory of a byte of options, itself and the objects made of it: inline rows of 35 bytes take 8.9 times their size,
+of a thousand bytes 2.3 times."""
 
 WEIGH_SECONDS = 1.0
 """Between two looks at the memory of all of them, unless one is built: splits take more as they are read, and every

@@ -14,12 +14,12 @@ Promises:
   always. The engine, with its requests, KV cache, adapters, gate and cost tables, belongs to the lane from
   :meth:`Compute._start_lane` until :meth:`Compute._recall` has waited for the end of the lane's slice. Base weights are
   read-only. Status, outbox, calls and the clocks of the two have the lock, tenants' time has one of its own.
-* While a worker holds requests with objectives it works in turns, so that their gate counts slices as they are; the
-  costs of slices beside each other are kept apart. Time of interactive requests counts for neither, but for that of
-  tenants whose clients used more than their share while others have work: it counts as rollouts'. A training slice
-  that would break one's objective waits, as does its rest between two layers, where the trainer allows it; rollouts
-  wait with it, for as long as the shares allow. So does the rest of one, in turns, while it is the engine's turn, for a
-  tenant that only has rollouts.
+* While a worker holds requests with objectives, or held some lately, it works in turns, so that their gate counts
+  slices as they are, and none waits for a slice on half of the cores; costs of slices beside each other are kept apart.
+  Time of interactive requests counts for neither, but for that of tenants whose clients used more than their share
+  while others have work: it counts as rollouts'. A training slice that would break one's objective waits, as does its
+  rest between two layers, where the trainer allows it; rollouts wait with it, for as long as the shares allow. So does
+  the rest of one, in turns, while it is the engine's turn, for a tenant that only has rollouts.
 * The time for which the process is stopped (:mod:`rookery.worker.running_time`) is no slice's.
 * Text, log-probabilities and gradients are the same bits in both modes, on the CPUs where lanes are possible
   (:mod:`rookery.worker.teams`). On a GPU the lane has a separate stream, which has not been measured.
@@ -145,7 +145,7 @@ class Compute:
         self._lane: Lane | None = None
         """While it owns the engine. The fields below have the lock."""
         self._clients = False
-        """Whether the engine holds requests with objectives, as its owner published it."""
+        """Whether the engine holds requests with objectives, or expects some, as its owner published it."""
         self._crowded = False
         """Whether other programs want the cores."""
         self._plan: LanePlan | None = None
@@ -443,7 +443,7 @@ class Compute:
         if self._lane is None:
             with self._changed:
                 work = self._engine_has_work()
-            if not threads or core.gate.tracked or not work or self._behind(core):
+            if not threads or core.gate.expects_clients or not work or self._behind(core):
                 return False
         elif threads != self._lane_threads or self._clients or self._behind(core):
             return False
@@ -587,7 +587,7 @@ class Compute:
         chunks: list[protocol.TokenChunk] = []
         results: list[TrainerResult] = []
         if lane or self._lane is None:
-            self._clients = bool(core.gate.tracked)
+            self._clients = core.gate.expects_clients
             chunks, of_engine = core.engine.drain(), engine_half(core, decode)
         if not lane:
             gauges = {

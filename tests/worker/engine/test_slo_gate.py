@@ -19,7 +19,7 @@ from rookery.worker.engine.kv_cache import SegmentStore
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.runner import BaseRunner
 from rookery.worker.engine.sequences import SequenceChunk
-from rookery.worker.engine.slo_gate import SloGate, measure_costs
+from rookery.worker.engine.slo_gate import EXPECT_SECONDS, SloGate, measure_costs
 from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.lora import LoraManager
 
@@ -69,6 +69,20 @@ def slow_step(engine: NativeEngine, clock: Clock, tenant: str) -> float:
     seconds = 0.2 + time.perf_counter() - began
     clock.now += seconds
     return seconds
+
+
+def test_the_next_client_is_expected_for_a_while() -> None:
+    """Else a worker begins lanes between two requests, and each waits for a slice on half of the cores."""
+    clock = Clock()
+    engine = gated(clock)
+    engine.submit(order("rollout", max_tokens=5))
+    assert not engine.gate.expects_clients, "nobody came yet"
+    engine.submit(chat(max_tokens=5))
+    assert engine.gate.expects_clients
+    finish(engine)
+    assert not engine.gate.tracked and engine.gate.expects_clients
+    clock.now += EXPECT_SECONDS
+    assert not engine.gate.expects_clients
 
 
 def test_a_decode_step_has_as_many_rollouts_as_the_slack_of_the_chat_allows() -> None:

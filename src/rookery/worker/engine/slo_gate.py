@@ -40,6 +40,10 @@ LEAST_PREFILL = 16
 SLACK_SECONDS = 1.0
 """Time over which the least slack is reported: about a heartbeat."""
 
+EXPECT_SECONDS = 5.0
+"""After a client's request has ended, the next one is expected for so long, about the pause between turns of a chat: a
+slice of rollouts beside training takes up to twice as long as in turns, and the next request waits for its end."""
+
 LONGEST_SECONDS = 4.0
 """The start measures no slice that is expected to take longer: a worker must not be minutes late with a large model on
 few cores."""
@@ -115,6 +119,8 @@ class SloGate:
         """Kind, tokens and seconds of the engine's last slice."""
         self.tracked: dict[str, TrackedRequest] = {}
         """By the request's name."""
+        self._left_at = -math.inf
+        """When the last tracked request ended."""
         self.met = self.ended = 0
         """Requests that ended within their objectives, and all that ended."""
         self.training_waits = False
@@ -176,9 +182,16 @@ class SloGate:
 
     def end(self, request: EngineRequest) -> None:
         held = self.tracked.pop(request.params.request, None)
+        if held is not None:
+            self._left_at = self.clock()
         if held is not None and request.finish in ("stop", "length"):
             self.ended += 1
             self.met += held.within()
+
+    @property
+    def expects_clients(self) -> bool:
+        """Whether a request is tracked, or was :data:`EXPECT_SECONDS` ago."""
+        return bool(self.tracked) or self.clock() - self._left_at < EXPECT_SECONDS
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
