@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
-import itertools
 import statistics
 import threading
 import time
@@ -43,7 +42,7 @@ from benchmarks.jobs.agentic_figures import (
 )
 from benchmarks.lib.cells import Cell, Cells
 from benchmarks.lib.harness import MODEL, ResultFolders
-from benchmarks.lib.service import BEAT_SECONDS, Bench, busy, completed, job, service
+from benchmarks.lib.service import BEAT_SECONDS, Bench, beside_seconds, busy, completed, job, service
 from benchmarks.lib.workload import COMPLETIONS, REPLY_TOKENS, reward, stories
 
 import rookery
@@ -131,7 +130,9 @@ def crowd(
     """So many tenants at once."""
     seeds = [SEED_STRIDE * seed + i for i in range(count)]
     with warm_service(**more) as bench:
+        before = beside_seconds(bench)
         found = agents(bench, seeds, latency, staleness, "crowd", barrier=barrier)
+        found["beside"] = beside_seconds(bench) - before
     return {"latency": latency, "tenants": count, "seed": seed, **found}
 
 
@@ -238,9 +239,10 @@ def main(
                 cells.measure(f"crowd/{latency:g}/{count}/{seed}", partial(measures["crowd"], latency, count, seed))
         for count in LANES_MOST if given.lanes else ():
             runs, staleness = LANES_RUNS.get(count, 1), STALENESS[-1] if count > 1 else 0
-            for number, lanes in itertools.product(range(runs * seed, runs * (seed + 1)), LANES):
-                run = partial(measures["crowd"], 0.0, count, seed, staleness, lanes=lanes)
-                cells.measure(f"lanes/{lanes}/{count}/{number}", run)
+            for number in range(runs * seed, runs * (seed + 1)):
+                for lanes in LANES if number % 2 else reversed(LANES):
+                    run = partial(measures["crowd"], 0.0, count, seed, staleness, lanes=lanes)
+                    cells.measure(f"lanes/{lanes}/{count}/{number}", run)
         if TOOL_SECONDS in given.latency and ABLATED_TENANTS in given.tenants:
             for arm in ABLATIONS:
                 cells.measure(f"ablation/{arm}/{seed}", partial(measures["ablation"], arm, seed))

@@ -192,22 +192,24 @@ def _judge(result: Result, target: str, point: dict[str, Any] | None, name: str,
 
 
 def _judge_lanes(result: Result, cells: Mapping[str, Cell]) -> None:
-    """Tenants at latency 0 on a worker that trains beside decoding as planned, compared with turns, run by run."""
+    """Tenants at latency 0 on a worker that trains beside decoding as planned, compared with turns, by medians."""
     for count, most in LANES_MOST.items():
         who = f"{count} tenants" if count > 1 else "one tenant, staleness 0"
         target = f"{who}, latency 0 s: makespan with lanes <= {most:g} of turns"
-        runs = [key.rpartition("/")[2] for key in cells if key.startswith(f"lanes/auto/{count}/")]
-        ratios = [
-            cells[f"lanes/auto/{count}/{run}"]["makespan"] / cells[f"lanes/turns/{count}/{run}"]["makespan"]
-            for run in runs
-            if f"lanes/turns/{count}/{run}" in cells
+        by_run = [
+            {key.rpartition("/")[2]: cell for key, cell in cells.items() if key.startswith(f"lanes/{lanes}/{count}/")}
+            for lanes in LANES
         ]
-        if not ratios:
+        pairs = [(cell, by_run[1][run]) for run, cell in by_run[0].items() if run in by_run[1]]
+        if not pairs:
             result.verdicts.append(Verdict(target, "-", None, "with --lanes"))
             continue
-        middle = statistics.median(ratios)
-        why = f"{len(ratios)} run{'s' * (len(ratios) != 1)}"
-        result.verdicts.append(Verdict(target, f"{middle:.2f}", middle <= most, why))
+        turns, planned = (statistics.median(cell["makespan"] for cell in arm) for arm in zip(*pairs, strict=True))
+        why = f"{len(pairs)} run{'s' * (len(pairs) != 1)} of each"
+        ran = [cell["beside"] for _, cell in pairs if "beside" in cell]
+        if ran:
+            why += f"; lanes ran {statistics.median(ran):.1f} of {planned:.1f} s"
+        result.verdicts.append(Verdict(target, f"{planned / turns:.2f}", planned / turns <= most, why))
 
 
 def _judge_saturation(result: Result, cells: Mapping[str, Cell], found: list[dict[str, Any]], latency: float) -> None:

@@ -78,6 +78,12 @@ def busy(bench: Bench) -> tuple[float, float]:
     return sum(beat.decode_seconds for beat in beats), sum(beat.train_seconds for beat in beats)
 
 
+def beside_seconds(bench: Bench) -> float:
+    """Seconds in which the workers have trained beside decoding so far, together."""
+    beats = [worker.beat for worker in bench.client.workers() if worker.state == "serving"]
+    return sum(beat.gauges.get("lanes_beside_seconds") or 0.0 for beat in beats)
+
+
 def completed(job: rookery.Job) -> Any:
     """The job when it has ended. Raises ``RuntimeError`` where it did not complete, ``WaitedTooLong``."""
     ended = job.wait(JOB_SECONDS)

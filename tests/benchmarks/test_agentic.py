@@ -59,7 +59,9 @@ def test_lanes_are_compared_with_turns_of_the_same_run() -> None:
     for number, alone in enumerate((9.9, 10.1, 10.5)):
         seconds |= {f"auto/1/{number}": alone, f"turns/1/{number}": 10.0}
     cells = {f"lanes/{key}": {"latency": 0.0, "makespan": value, "jobs": []} for key, value in seconds.items()}
+    cells["lanes/auto/1/0"]["beside"] = 0.0
     found = [one for one in figures(cells).verdicts if "with lanes" in one.target]
+    assert found[0].why == "3 runs of each; lanes ran 0.0 of 10.1 s"
     assert [(one.measured, one.met) for one in found] == [("1.01", True), ("0.90", False), ("0.88", True)]
 
 
