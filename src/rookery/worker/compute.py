@@ -439,13 +439,16 @@ class Compute:
     def _runs_beside(self, core: WorkerCore) -> bool:
         """Whether the trainer's slice, or its next layer, runs beside the engine's; then the engine is lent, if it has
         work."""
-        threads = 0 if self._stopping or self._engine_failure is not None else self._engine_threads(core)
+        expected = core.gate.expects_clients if self._lane is None else self._clients
+        if expected or self._stopping or self._engine_failure is not None:
+            return False
+        threads = self._engine_threads(core)
         if self._lane is None:
             with self._changed:
                 work = self._engine_has_work()
-            if not threads or core.gate.expects_clients or not work or self._behind(core):
+            if not threads or not work or self._behind(core):
                 return False
-        elif threads != self._lane_threads or self._clients or self._behind(core):
+        elif threads != self._lane_threads or self._behind(core):
             return False
         computes = self._lane is None or self._lane.computes
         trainers = trainer_threads(self.threads, threads, computes=computes)
