@@ -29,7 +29,7 @@ class MadePrompts(Sequence[Any]):
     Their number is known, and entry i is the same at every call. They are shuffled as those of a list are."""
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Memory that they take, of the places of their entries, for example."""
         return 0
 

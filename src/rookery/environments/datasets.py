@@ -79,7 +79,7 @@ class PromptDataset:
         return [] if finite is None or isinstance(finite, MadePrompts) else finite
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Memory that the split takes here: its entries, or their places, and the orders that are kept."""
         orders = self._orders
         return self._entry_bytes + (0 if orders is None else int(orders.currsize) * ORDER_BYTES)
@@ -95,7 +95,7 @@ class PromptDataset:
     def _open(self) -> None:
         prompts = self._environment.prompts(self._split)
         if isinstance(prompts, MadePrompts) and prompts:
-            self._finite, self._entry_bytes = prompts, prompts.bytes
+            self._finite, self._entry_bytes = prompts, prompts.nbytes
             return
         if isinstance(prompts, str | bytes | Mapping | Set) and not isinstance(prompts, MappingView):
             raise ValueError(

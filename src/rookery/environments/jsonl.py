@@ -303,7 +303,7 @@ class IndexedRows(MadePrompts):
         return len(self.offsets)
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         return self.offsets.itemsize * len(self.offsets)
 
     def line(self, index: int) -> int:

@@ -48,9 +48,9 @@ class Prototype:
     splits: dict[str, PromptDataset]
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Memory of the splits."""
-        return sum(dataset.bytes for dataset in self.splits.values())
+        return sum(dataset.nbytes for dataset in self.splits.values())
 
     def take(self, message: protocol.GetPrompts) -> tuple[list[bytes], int, str]:
         """Prompts as JSON, the split's size, and a note about the split with its first ones. Runs a user's code."""
@@ -136,7 +136,7 @@ class Prototypes:
     @staticmethod
     def _bytes(key: _Key, task: asyncio.Task[Prototype]) -> int:
         built = task.done() and not task.cancelled() and task.exception() is None
-        return OPTION_BYTES * len(key.options) + (task.result().bytes if built else 0)
+        return OPTION_BYTES * len(key.options) + (task.result().nbytes if built else 0)
 
     async def _build(self, name: str, options: dict[str, Any]) -> Prototype:
         environment = await self._make(name, options)
