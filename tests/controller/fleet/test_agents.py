@@ -5,14 +5,25 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from typing import Any, Literal
+from itertools import product
+from typing import Any, Literal, get_args
 
 import pytest
 from tests.support.peers import ManualClock, settle
 
 from rookery.aio import cancel_all
-from rookery.controller.fleet.agents import KEYS_KEPT, Agents, AgentSession, EpisodeEnded
-from rookery.errors import Unauthorized
+from rookery.controller.fleet.agents import (
+    KEYS_KEPT,
+    OVER,
+    TRANSITIONS,
+    Agents,
+    AgentSession,
+    EpisodeAway,
+    EpisodeEnded,
+    Event,
+    State,
+)
+from rookery.errors import Conflict, Unauthorized
 from rookery.storage.data_dir import hash_key
 
 
@@ -30,6 +41,58 @@ class Sampler:
 
 def session_of(clock: ManualClock, split: Literal["train", "eval"] = "train", **more: Any) -> AgentSession:
     return AgentSession("job-e0", "job", "tenant", split, b"{}", 1, ["main"], Sampler(), saved, clock, **more)
+
+
+WAYS: dict[State, tuple[Event, ...]] = {
+    "waiting": (), "running": ("opened",), "ended": ("opened", "finished"),
+    "stored": ("opened", "finished", "stored"), "left": ("opened", "finished", "left"),
+}  # fmt: skip
+"""The events that lead to each state."""
+
+
+@pytest.mark.parametrize(("state", "event"), list(product(get_args(State), get_args(Event))))
+async def test_each_event_of_each_state_is_in_the_table_or_refused(state: State, event: Event) -> None:
+    session = session_of(ManualClock())
+    for before in WAYS[state]:
+        session.advance(before)
+    assert session.state == state
+    if (following := TRANSITIONS.get((state, event))) is None:
+        with pytest.raises(EpisodeEnded if state in OVER else Conflict):
+            session.advance(event)
+        following = state
+    else:
+        session.advance(event)
+    assert session.state == following
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_the_end_of_an_agent_waits_until_it_is_stored_or_its_job_has_left_it(stored: bool) -> None:
+    clock = ManualClock()
+    agents = Agents(clock, lambda count: bytes(count), nothing_stored)
+    session = session_of(clock)
+    with agents.present(session):
+        await agents.give(session)
+        session.end("no answer")
+        settled = asyncio.create_task(session.settled())
+        await settle(1)
+    await settle(1)
+    assert not settled.done()
+    if stored:
+        session.store("its agent failed: no answer")
+    session.advance("left")
+    assert await settled is stored and session.failure == ("its agent failed: no answer" if stored else "")
+    with pytest.raises(EpisodeEnded, match=r"has ended \(failed\)"):
+        session.advance("called")
+
+
+async def test_a_call_of_an_episode_whose_job_pauses_is_to_come_again() -> None:
+    clock = ManualClock()
+    session = session_of(clock)
+    with Agents(clock, lambda count: bytes(count), nothing_stored).present(session):
+        pass
+    session.advance("left")
+    with pytest.raises(EpisodeAway, match="does not run now"):
+        session.advance("called")
 
 
 async def test_nothing_but_the_keys_of_an_evaluation_is_kept_after_its_end() -> None:

@@ -1,7 +1,8 @@
 """The agents at work: processes that drive an episode by calling its model, each with a key for that episode alone.
 
-* A session exists while its episode runs. ``waiting``: a process with the tenant's key is to open it; ``running``: an
-  agent has its key; ``ended``: nothing more of it counts.
+* A session is live while its episode runs. ``waiting``: a process with the tenant's key is to open it; ``running``: an
+  agent has its key; ``ended``: nothing more of it counts, and its job takes its end up; ``stored``: that is durable;
+  ``left``: it will not be in this run of the job.
 * A key opens its session's addresses and nothing else. It is known by its hash, and stored with the episode: an agent
   continues with it when the service has restarted.
 * Nothing waits without end: an agent that makes no call for the time of a step, and a job whose episodes no process
@@ -19,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from cachetools import LRUCache, TTLCache
 
-from rookery.aio import Signal, first_of, wait_event
+from rookery.aio import Signal, wait_event
 from rookery.clock import Clock
 from rookery.controller.indexed import IndexedDict
 from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable, count_of
@@ -47,8 +48,11 @@ ENDED_SESSIONS = 20_000
 ASKED_JOBS = 20_000
 """Jobs of which it is known when a process asked for an episode last."""
 
-State = Literal["waiting", "running", "ended"]
-Event = Literal["opened", "returned", "called", "finished", "failed", "closed"]
+State = Literal["waiting", "running", "ended", "stored", "left"]
+Event = Literal["opened", "returned", "called", "finished", "failed", "closed", "stored", "left"]
+
+OVER: tuple[State, ...] = ("ended", "stored", "left")
+"""States of a session of which nothing more counts."""
 
 TRANSITIONS: dict[tuple[State, Event], State] = {
     ("waiting", "opened"): "running",
@@ -60,6 +64,9 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     ("running", "failed"): "ended",
     ("running", "closed"): "ended",
     ("ended", "closed"): "ended",
+    ("ended", "stored"): "stored",  # the end of the episode is durable; of a held-out one, the job counts its result
+    ("ended", "left"): "left",  # its job runs it no more, and its end is not durable
+    ("stored", "left"): "stored",
 }
 """The state that follows each event. There are no others: an event that has none is refused with the session's end."""
 
@@ -114,17 +121,12 @@ class AgentSession:
     hosted: bool = False
     """Its agent runs in an environment host, which reports its start and its end."""
     state: State = "waiting"
-    reason: str = ""
-    """Why it ended."""
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    ended_by: Event | Literal[""] = ""
+    """The event that ended it."""
     changed: Signal = field(default_factory=Signal)
     """Notified when its state changes."""
-    stored: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the end of the episode is durable; of a held-out one, when the job counts its result."""
     failure: str = ""
-    """Why the job counts the episode as failed; set before ``stored``."""
-    left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its job runs the episode no more, whether its end is durable or not."""
+    """Why the job counts the episode as failed; once it is ``stored``."""
     result: AgentOutcome | str | None = None
     """How its agent ended it: a text is the reason why it failed."""
     since: float = 0.0
@@ -142,23 +144,28 @@ class AgentSession:
         if self.keys:
             self.state = "running"
 
-    def advance(self, event: Event, reason: str = "") -> None:
+    def advance(self, event: Event) -> None:
         """Raises :class:`EpisodeEnded` for an event that its state does not have."""
         state = TRANSITIONS.get((self.state, event))
         if state is None:
-            raise self.refusal() if self.state == "ended" else Conflict(f"episode {self.id} is {self.state}: open it")
-        if state == "ended" and self.state != "ended":
-            self.reason = reason or event
-            self.ended.set()
+            raise self.refusal() if self.state in OVER else Conflict(f"episode {self.id} is {self.state}: open it")
+        if not self.ended_by and event in ("finished", "failed", "closed"):
+            self.ended_by = event
         if state != self.state:
             self.state = state
             self.changed.notify()
 
+    async def reaches(self, *states: State) -> State:
+        """Its state, once that is one of ``states``."""
+        while (changed := self.changed.next) and self.state not in states:
+            await changed.wait()
+        return self.state
+
     def refusal(self) -> RookeryError:
         """The error of a call after the end."""
-        if self.reason == "closed":
+        if self.ended_by == "closed":
             return EpisodeAway(f"episode {self.id} does not run now: its job pauses or restarts; try again later")
-        return EpisodeEnded(f"episode {self.id} has ended ({self.reason}): its key opens nothing any more")
+        return EpisodeEnded(f"episode {self.id} has ended ({self.ended_by}): its key opens nothing any more")
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -174,14 +181,17 @@ class AgentSession:
 
     async def settled(self) -> bool:
         """Return when the end of the episode is durable, or will not become so in this run: false then."""
-        async with first_of(self.stored.wait(), self.left.wait()):
-            return self.stored.is_set()
+        return await self.reaches("stored", "left") == "stored"
 
     def end(self, result: AgentOutcome | str) -> None:
         """The agent finished, or failed with a reason. Raises :class:`EpisodeEnded` for all but the first end."""
-        failed = isinstance(result, str)
-        self.advance("failed" if failed else "finished", "failed" if failed else "finished")
+        self.advance("failed" if isinstance(result, str) else "finished")
         self.result = result
+
+    def store(self, failure: str) -> None:
+        """Its end is durable; its job counts it as a ``failure``, unless that is empty."""
+        self.failure = failure
+        self.advance("stored")
 
 
 class EndedKeys(NamedTuple):
@@ -234,7 +244,7 @@ class Agents:
         try:
             yield
         finally:
-            session.advance("closed", "closed")
+            session.advance("closed")
             self._forget_waiting(session)
             if self._live.get(session.id) is session:
                 del self._live[session.id]
@@ -308,7 +318,7 @@ class Agents:
         Raises :class:`Unauthorized`."""
         known, ended = self._live.get(episode), self._ended.get(episode)
         if known is not None and key_hash in known.keys:
-            return known.tenant, known.refusal() if known.state == "ended" else known
+            return known.tenant, known.refusal() if known.state in OVER else known
         if ended is not None and key_hash in ended.keys:
             return ended.tenant, EpisodeEnded(f"episode {episode} has ended: its key opens nothing any more")
         found = await stored(episode)
@@ -359,7 +369,7 @@ class Agents:
         ``step_timeout``, unless it is ``away()``; :class:`Unavailable` when no process opens episodes of the job for
         ``return_timeout``."""
         while changed := session.changed.next:
-            if session.state == "ended":
+            if session.state in OVER:
                 return
             now = self._clock.monotonic()
             if session.state == "waiting":

@@ -23,7 +23,7 @@ import msgspec
 from rookery import protocol
 from rookery.aio import unless
 from rookery.bounds import metrics_problem
-from rookery.controller.fleet.agents import AgentOutcome, AgentSession
+from rookery.controller.fleet.agents import OVER, AgentOutcome, AgentSession
 from rookery.controller.jobs.agent_turns import NONE, AgentTurn, TurnTree, assemble
 from rookery.controller.jobs.job_context import JobContext, JobPolicy
 from rookery.controller.jobs.trajectory import AssistantTurn, EpisodeResult, TurnRecord, derive_seed
@@ -210,7 +210,7 @@ class AgentCalls:
             number = self._take_number(prepared, options, length)
             try:
                 made = await unless(
-                    session.ended.wait(),
+                    session.reaches(*OVER),
                     self._reply(policy, prepared, models, parent, number, digest, options, on_tokens),
                 )
             except GenerationFailed as error:

@@ -223,8 +223,7 @@ class Episode:
         """Its end is stored, with ``error`` as a failure: answer the agent's process that waits for it, and close the
         environment."""
         if self._session is not None:
-            self._session.failure = error
-            self._session.stored.set()
+            self._session.store(error)
         self.close()
 
     def close(self) -> None:
@@ -236,7 +235,7 @@ class Episode:
     def leave(self) -> None:
         """It does not run any more, whether its end was stored or not."""
         if self._session is not None:
-            self._session.left.set()
+            self._session.advance("left")
 
     async def _attend(self, host: EnvironmentHost | None) -> EpisodeResult:
         """Let an agent drive: one in ``host``, or in the process that opens the episode. What the same agent sampled
