@@ -291,6 +291,33 @@ def annotated(tree: ast.AST, names: set[str]) -> Iterator[str]:
                 yield node.name
 
 
+STATES = re.compile(r"dict\[tuple\[\w*(State|Stage|Delivery), \w*Event\], ")
+
+REFUSING = {"controller/fleet/agents.py", "controller/rollout/request.py"}
+"""Files that look up an event in a table of states themselves, and raise an error that tells more of the thing than
+that of ``next_state`` does."""
+
+
+def test_an_event_without_a_place_in_the_table_of_states_raises() -> None:
+    """A look-up with a default hides a mistake: the thing stays in a state that no line of the table names."""
+    tables = {
+        node.target.id
+        for text in sources(SOURCE).values()
+        for node in parsed(text).body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if STATES.match(ast.unparse(node.annotation))
+    }
+    assert tables >= {"TRANSITIONS", "STAGES", "DELIVERIES"}
+    found = {
+        str(path.relative_to(SOURCE))
+        for path, text in sources(SOURCE).items()
+        for node in ast.walk(parsed(text))
+        if isinstance(node, ast.Attribute) and node.attr == "get"
+        if isinstance(node.value, ast.Name) and node.value.id in tables
+    }
+    assert found == REFUSING
+
+
 def test_only_top_rooms_get_the_whole_context() -> None:
     users = set()
     for text in sources(SOURCE / "controller").values():

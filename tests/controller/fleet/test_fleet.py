@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from tests.support.peers import MODEL, ManualClock, connection_pair, eventually, settle
@@ -14,6 +14,7 @@ from tests.support.virtual import machine
 from rookery import protocol
 from rookery.controller.fleet.events import WorkerFailed
 from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.fleet.worker import TRANSITIONS, State
 from rookery.protocol.connection import ConnectionClosed, RegistrationRefused
 from rookery.simulation.fakes.worker import worker_hello
 
@@ -75,6 +76,24 @@ async def test_a_worker_serves_its_base_model_under_the_name_that_jobs_have(room
     await room.worker(model=spelt).join()
     assert [worker.name for worker in room.fleet.serving("train", MODEL)] == ["worker"]
     assert room.fleet.missing("train", MODEL).endswith("(worker is serving)")
+
+
+@pytest.mark.parametrize("state", get_args(State))
+async def test_a_worker_is_admitted_once_and_may_be_lost_in_every_state(room: Room, state: State) -> None:
+    await room.worker().join()
+    worker = room.fleet.get("worker")
+    assert worker is not None
+    worker.state = state
+    if state in ("joining", "catching up"):
+        room.fleet.admit(worker)
+        assert worker.state == "serving"
+    else:
+        with pytest.raises(RuntimeError, match=f"worker worker is {state}, which has no event 'ready'"):
+            room.fleet.admit(worker)
+    before = worker.state
+    room.fleet.suspect(worker, "it is lost")
+    assert worker.state == TRANSITIONS[before, "lost"]
+    assert len(room.lost) == (before not in ("suspect", "gone", "draining"))
 
 
 async def test_two_processes_with_one_name_both_work(room: Room) -> None:

@@ -40,7 +40,7 @@ from rookery.controller.fleet.events import (
 )
 from rookery.controller.fleet.worker import CONNECTED, TRANSITIONS, Event
 from rookery.controller.fleet.worker import Worker as Worker
-from rookery.errors import without_paths
+from rookery.errors import next_state, without_paths
 from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, check_protocol, serve_peer
 from rookery.settings import Settings
 from rookery.telemetry.spans import TraceSpan
@@ -187,8 +187,8 @@ class Fleet:
 
     def _transition(self, worker: Worker, event: Event) -> bool:
         """Whether the event changed its state."""
-        state = TRANSITIONS.get((worker.state, event))
-        if state is None:
+        state = next_state(TRANSITIONS, worker.state, event, f"worker {worker.name}")
+        if state == worker.state:
             return False
         worker.state = state
         worker.since = self._clock.monotonic()
@@ -331,12 +331,12 @@ class Fleet:
                 if worker.state in CONNECTED:
                     if reason := self._health_problem(worker, now):
                         self.suspect(worker, reason)
+                elif now - worker.since > grace and worker.state == "gone":
+                    del self._workers[worker.name]
                 elif now - worker.since > grace:
-                    if self._transition(worker, "expire"):
-                        log.info("worker %s is gone", worker.name, extra=_extra(worker))
-                        self.emit(WorkerGone(self._clock.time(), worker, f"it did not reconnect within {grace:g} s"))
-                    else:
-                        del self._workers[worker.name]
+                    self._transition(worker, "expire")
+                    log.info("worker %s is gone", worker.name, extra=_extra(worker))
+                    self.emit(WorkerGone(self._clock.time(), worker, f"it did not reconnect within {grace:g} s"))
 
     def _health_problem(self, worker: Worker, now: float) -> str:
         """Why it must be considered lost; empty for a healthy worker."""

@@ -29,11 +29,14 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     ("joining", "ready"): "serving",  # its model is loaded
     ("catching up", "ready"): "serving",  # no version in use is missing any more
     **{(state, "drain"): "draining" for state in ("joining", "catching up", "serving")},
+    ("draining", "drain"): "draining",  # it announces its end again, with a reason
     **{(state, "lost"): "suspect" for state in ("joining", "catching up", "serving")},
     ("draining", "lost"): "gone",
+    ("suspect", "lost"): "suspect",  # its connection was abandoned, and ends now
+    ("gone", "lost"): "gone",  # the same, later
     ("suspect", "expire"): "gone",  # its process has not reconnected in time
 }
-"""The next state by state and event. Any other event leaves the state as it is."""
+"""The next state by state and event. Any other event is a mistake of the controller."""
 
 RATE_HEARTBEATS = 6
 """Heartbeats over which a worker's tokens per second are averaged: ten seconds at the usual interval."""

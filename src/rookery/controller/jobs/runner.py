@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rookery.aio import cancel_all, in_new_thread
 from rookery.controller.context import ControllerContext
@@ -27,6 +27,7 @@ from rookery.errors import (
     RookeryError,
     Unavailable,
     UserError,
+    next_state,
     shortage,
 )
 from rookery.spec.job import JobSpec
@@ -67,16 +68,18 @@ TRANSITIONS: dict[tuple[RunnerState, RunnerEvent], RunnerState] = {
     ("created", "begin"): "working",
     ("created", "halt"): "held",
     ("held", "begin"): "halted",
+    ("held", "halt"): "held",  # a job is halted once
     ("working", "halt"): "halted",
     ("working", "finish"): "finished",
-    ("created", "revoke"): "revoked",
-    ("held", "revoke"): "revoked",
-    ("working", "revoke"): "revoked",
-    ("halted", "revoke"): "revoked",
-    ("finished", "revoke"): "revoked",
+    ("halted", "halt"): "halted",
+    ("halted", "finish"): "halted",
+    ("finished", "halt"): "finished",  # its end counts
+    ("revoked", "begin"): "revoked",
+    ("revoked", "halt"): "revoked",  # the command of its owner counts
+    ("revoked", "finish"): "revoked",
+    **{(state, "revoke"): "revoked" for state in get_args(RunnerState)},
 }
-"""The next state by state and event. Any other event leaves the state as it is: a job is halted once, not when it has
-finished, and not after a command of its owner."""
+"""The next state by state and event. Any other event is a mistake of the controller."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,7 @@ class JobRunner:
     def _enter(self, event: RunnerEvent) -> RunnerState:
         """Enter the state that follows ``event``; returns the state before it."""
         before = self._state
-        self._state = TRANSITIONS.get((before, event), before)
+        self._state = next_state(TRANSITIONS, before, event, f"the task of job {self.row.id}")
         return before
 
     async def revoke(self) -> None:
