@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextvars import ContextVar
+from functools import partial
 from itertools import permutations
 
 import pytest
@@ -94,6 +95,12 @@ async def test_a_close_whose_thread_hangs_is_left_behind(caplog: pytest.LogCaptu
     await close_within(hangs.wait, "sinks", seconds=0.01)
     assert "sinks: a call has not ended" in caplog.text
     hangs.set()
+
+
+async def test_a_close_that_fails_is_logged_and_ends_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    await close_within(partial(int, "seven"), "sinks", tenant="alice")
+    (record,) = [one for one in caplog.records if one.name == "rookery.aio"]
+    assert record.getMessage() == "sinks: not closed" and record.exc_info and record.__dict__["tenant"] == "alice"
 
 
 HANGS = """

@@ -143,20 +143,19 @@ async def in_new_thread(call: Callable[..., T], *arguments: Any) -> T:
     return await future
 
 
-async def close_within(close: Callable[[], object], name: str, seconds: float = CLOSE_SECONDS) -> None:
-    """Call ``close()``, which waits for threads. After ``seconds`` they are left to themselves."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-    def run() -> None:
-        try:
-            close()
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(ended.set)
-
-    threading.Thread(target=run, name=f"close {name}", daemon=True).start()
-    if not await wait_event(ended, seconds):
-        log.warning("%s: a call has not ended after %.0f s, and is left behind", name, seconds)
+async def close_within(
+    close: Callable[[], object], name: str, seconds: float = CLOSE_SECONDS, **concerns: object
+) -> None:
+    """Call ``close()``, which waits for threads. After ``seconds`` they are left to themselves; that, or an error, is
+    logged with the fields of the log that it ``concerns`` (tenant, job)."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            await in_new_thread(close)
+    except Exception:
+        if limit.expired():
+            log.warning("%s: a call has not ended after %.0f s, and is left behind", name, seconds, extra=concerns)
+        else:
+            log.exception("%s: not closed", name, extra=concerns)
 
 
 def run_to_end(

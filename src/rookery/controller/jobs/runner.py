@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rookery.aio import cancel_all, in_new_thread
+from rookery.aio import cancel_all, close_within
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.groups import JobPaused
@@ -294,12 +294,8 @@ class JobRunner:
         self._record.started(self.row.id)
         self._context.rooms.usage.close(self.row.id)
         if self._sinks is not None and self._sinks.active:
-            try:
-                async with asyncio.timeout(SINKS_SECONDS):
-                    await in_new_thread(self._sinks.close)
-            except TimeoutError:  # the thread continues
-                extra = {"tenant": self.row.tenant, "job": self.row.id}
-                log.warning("the sinks of job %s are not closed after %g s", self.row.id, SINKS_SECONDS, extra=extra)
+            sinks, name = self._sinks, f"the sinks of job {self.row.id}"
+            await close_within(sinks.close, name, SINKS_SECONDS, tenant=self.row.tenant, job=self.row.id)
 
     async def _store_counters(self) -> None:
         try:
