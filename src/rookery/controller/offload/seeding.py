@@ -33,7 +33,7 @@ from rookery.controller.offload.pool import RemotePool, UsageTotals
 from rookery.controller.rollout.request import SamplingRequest
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
-from rookery.errors import count_of
+from rookery.errors import count_of, next_state
 from rookery.scheduling.offload import Cycle, OffloadPlanner
 from rookery.settings import Settings
 
@@ -53,33 +53,45 @@ class CycleSample:
     remotes: UsageTotals
 
 
+Phase = Literal[
+    "waiting",  # for its first token
+    "seeding",  # the worker generates
+    "training",  # the worker trains, until the policies have stepped
+]
+PhaseEvent = Literal["first token", "time over"]
+
+PHASES: dict[tuple[Phase, PhaseEvent], Phase] = {
+    ("waiting", "first token"): "seeding",
+    ("seeding", "time over"): "training",
+}
+"""The phase of a cycle that follows each event."""
+
+
 @dataclass
 class CycleTimer:
     """Measures one cycle of a training worker."""
 
-    began: CycleSample | None = None
-    """At its first token."""
-    trains: CycleSample | None = None
-    """At the begin of its train phase."""
+    phase: Phase = "waiting"
+    samples: dict[Phase, CycleSample] = field(default_factory=dict)
+    """At the begin of each phase but the first."""
     stepped: set[str] = field(default_factory=set)
     """Policies that took an optimizer step in it."""
 
-    @property
-    def phase(self) -> Literal["waiting", "seeding", "training"]:
-        """It waits for its first token; the worker generates; the worker trains, until the policies have stepped."""
-        if self.began is None:
-            return "waiting"
-        return "seeding" if self.trains is None else "training"
+    def advance(self, event: PhaseEvent, sample: CycleSample) -> None:
+        """Raises ``RuntimeError`` for an event that its phase does not have."""
+        self.phase = next_state(PHASES, self.phase, event, "a cycle")
+        self.samples[self.phase] = sample
 
     def seed_left(self, seconds: float, now: float) -> float:
         """The rest of a seed phase that takes ``seconds``."""
-        assert self.began is not None, "it has begun"
-        return self.began.now + seconds - now
+        return self.samples["seeding"].now + seconds - now
 
     def end(self, now: CycleSample) -> Cycle | None:
         """The finished cycle; None where no token was generated, or no remote worker was there."""
-        began, trains = self.began, self.trains or now
-        if began is None or now.now <= began.now:
+        if self.phase == "waiting":
+            return None
+        began, trains = self.samples["seeding"], self.samples.get("training", now)
+        if now.now <= began.now:
             return None
         used, busy = now.remotes.used - began.remotes.used, now.remotes.busy - began.remotes.busy
         if used <= 0:
@@ -277,7 +289,7 @@ class Seeding:
             return
         trainer = self._trainer_of.get(request.adapter.policy)
         if trainer is not None and (cycle := trainer.cycle) is not None and cycle.phase == "waiting":
-            cycle.began = self._sample(trainer)
+            cycle.advance("first token", self._sample(trainer))
             trainer.planner.begin(self._remotes[trainer.model].used)
             self._due.notify()
 
@@ -300,7 +312,7 @@ class Seeding:
 
     def _train(self, trainer: _Trainer, cycle: CycleTimer) -> None:
         """End the seed phase."""
-        cycle.trains = self._sample(trainer)
+        cycle.advance("time over", self._sample(trainer))
         self._set_closed(trainer.worker, True)
         self._migrate(trainer)
 
