@@ -234,7 +234,7 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
         preemptible_idle=_idle([(instance.worker, instance.seconds(seconds)) for instance in market.instances]),
         preemptions=market.preemptions,
         requeued=dict(sorted(rollouts.requeues.items())),
-        unsent_tokens=sum(_unsent(instance) for instance in market.instances if instance.preempted),
+        unsent_tokens=sum(_unsent(instance) for instance in market.instances if instance.state == "preempted"),
         discarded_tokens=rollouts.discarded_tokens if isinstance(rollouts, RestartingScheduler) else 0,
         events=events,
         digest=digest,

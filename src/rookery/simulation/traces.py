@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 from rookery.aio import BackgroundTasks
 from rookery.errors import UserError
@@ -114,9 +115,10 @@ LOOK_SECONDS = 30.0
 class SpotInstance:
     worker: FakeWorker
     began: float
-    leaving: bool = False
+    state: Literal["rented", "preempted", "returned"] = "rented"
+    """Whether it is rented still, or the market took it, or it was worth no more."""
     ended: float | None = None
-    preempted: bool = False
+    """When its worker ended; it is paid for until then."""
 
     def seconds(self, now: float) -> float:
         """Of renting, until ``now`` at most."""
@@ -149,11 +151,11 @@ class SpotMarket:
     @property
     def rented(self) -> list[SpotInstance]:
         """Instances without a notice."""
-        return [instance for instance in self.instances if not instance.leaving]
+        return [instance for instance in self.instances if instance.state == "rented"]
 
     @property
     def preemptions(self) -> int:
-        return sum(instance.preempted for instance in self.instances)
+        return sum(instance.state == "preempted" for instance in self.instances)
 
     async def run(self) -> None:
         """Follow the trace to its end."""
@@ -171,12 +173,11 @@ class SpotMarket:
         rented = self.rented
         for _ in range(len(rented) - available):
             taken = rented.pop(self._random.randrange(len(rented)))
-            taken.preempted = True
-            self._end(taken, drain=self._notice > 0)
+            self._end(taken, "preempted", drain=self._notice > 0)
         worth = self._worth()
         wanted = available if worth is None else min(available, worth)
         for _ in range(len(rented) - wanted):
-            self._end(rented.pop(), drain=True)
+            self._end(rented.pop(), "returned", drain=True)
         for _ in range(wanted - len(rented)):
             instance = SpotInstance(self._make(f"spot-{len(self.instances)}"), asyncio.get_running_loop().time())
             self.instances.append(instance)
@@ -185,8 +186,8 @@ class SpotMarket:
         if not self.history or self.history[-1][1:] != entry[1:]:
             self.history.append(entry)
 
-    def _end(self, instance: SpotInstance, *, drain: bool) -> None:
-        instance.leaving = True
+    def _end(self, instance: SpotInstance, state: Literal["preempted", "returned"], *, drain: bool) -> None:
+        instance.state = state
         self._endings.start(self._leave(instance, drain))
 
     async def _leave(self, instance: SpotInstance, drain: bool) -> None:
@@ -199,5 +200,5 @@ class SpotMarket:
     async def close(self) -> None:
         """Every instance ends. Raises what went wrong in one."""
         for instance in self.rented:
-            self._end(instance, drain=False)
+            self._end(instance, "returned", drain=False)
         await self._endings.wait()
