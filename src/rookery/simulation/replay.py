@@ -104,9 +104,9 @@ class ReplayResult:
     """Of the preemptible ones' from their start to their end, loading included; 0 where there were none."""
     preemptions: int
     requeued: dict[str, int]
-    """Requests that went on elsewhere, by why."""
+    """Requests that continued at another worker, by reason."""
     unsent_tokens: int
-    """Tokens that were sampled and never sent: what preemptions cost."""
+    """Tokens that were sampled and never sent: the cost of preemptions."""
     discarded_tokens: int
     """Tokens that were received and sampled again."""
     events: int
@@ -167,20 +167,7 @@ def replay(scenario: Scenario, mode: Mode) -> ReplayResult:
 
 async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
     profile, load = scenario.profile, scenario.profile.workload
-    tenants = [f"tenant-{number}" for number in range(scenario.jobs)]
-    site = SimulatedService(
-        folder,
-        LongTailed(load.median_tokens, load.sigma),
-        context=profile.reserved.context,
-        seed=scenario.seed,
-        tenants=tenants,
-        settings={
-            "flush_seconds": scenario.flush,
-            "worker_wait_seconds": scenario.trace.seconds,  # a trace without instances pauses no job
-            **scenario.settings,
-        },
-        options=ControllerOptions(scheduler=mode.scheduler, seeding=mode.seeding, rollout_rules=scenario.rules),
-    )
+    site = _service(scenario, mode, folder)
     controller = site.controller
     await controller.start()
     name = f"builtin:{ENVIRONMENT}"
@@ -207,26 +194,19 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
     market = SpotMarket(scenario.trace, make, Random(f"market {scenario.seed}"), notice=scenario.notice, worth=worth)
     renting = asyncio.create_task(market.run())
     jobs = {}
-    for number, tenant in enumerate(tenants):
+    for number, tenant in enumerate(_tenants(scenario)):
         view, _ = await controller.submit(tenant, _job(scenario, number))
         jobs[view.id] = tenant
     await _until_over(site, jobs, renting)
     seconds = asyncio.get_running_loop().time()
-    steps: list[ReplayedStep] = []
-    for job, tenant in jobs.items():
-        view = await controller.queries.show(tenant, job)
-        if view.state in ("failed", "paused"):
-            raise RuntimeError(f"mode {mode.name}: job {view.name} is {view.state}: {view.reason}")
-        for row in await controller.queries.metrics(tenant, job):
-            waits: dict[str, Any] = {name: row.get(f"seconds/{name}") for name in WAITS}
-            steps.append(ReplayedStep(job, row["time"] - EPOCH, int(row["tokens"]), **waits))
+    steps = await _steps(site, mode, jobs)
     await cancel_all(renting)
     digest, events = site.log.digest(), site.log.frames
     rollouts = controller.context.rooms.rollouts
     outcome = ReplayResult(
         mode=mode.name,
         seconds=seconds,
-        steps=sorted(steps, key=lambda step: (step.time, step.job)),
+        steps=steps,
         instances=market.history,
         reserved_hours=scenario.reserved * seconds / HOUR,
         preemptible_hours=sum(instance.seconds(seconds) for instance in market.instances) / HOUR,
@@ -249,8 +229,44 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
     return outcome
 
 
+def _tenants(scenario: Scenario) -> list[str]:
+    """One for each job."""
+    return [f"tenant-{number}" for number in range(scenario.jobs)]
+
+
+def _service(scenario: Scenario, mode: Mode, folder: Path) -> SimulatedService:
+    """The shipped controller in virtual time, as the mode runs it."""
+    profile, load = scenario.profile, scenario.profile.workload
+    return SimulatedService(
+        folder,
+        LongTailed(load.median_tokens, load.sigma),
+        context=profile.reserved.context,
+        seed=scenario.seed,
+        tenants=_tenants(scenario),
+        settings={
+            "flush_seconds": scenario.flush,
+            "worker_wait_seconds": scenario.trace.seconds,  # a trace without instances pauses no job
+            **scenario.settings,
+        },
+        options=ControllerOptions(scheduler=mode.scheduler, seeding=mode.seeding, rollout_rules=scenario.rules),
+    )
+
+
+async def _steps(site: SimulatedService, mode: Mode, jobs: dict[str, str]) -> list[ReplayedStep]:
+    """The committed steps of all jobs, in the order of their times. Raises ``RuntimeError`` for a job that failed."""
+    steps: list[ReplayedStep] = []
+    for job, tenant in jobs.items():
+        view = await site.controller.queries.show(tenant, job)
+        if view.state in ("failed", "paused"):
+            raise RuntimeError(f"mode {mode.name}: job {view.name} is {view.state}: {view.reason}")
+        for row in await site.controller.queries.metrics(tenant, job):
+            waits: dict[str, Any] = {name: row.get(f"seconds/{name}") for name in WAITS}
+            steps.append(ReplayedStep(job, row["time"] - EPOCH, int(row["tokens"]), **waits))
+    return sorted(steps, key=lambda step: (step.time, step.job))
+
+
 async def _until_over(site: SimulatedService, jobs: dict[str, str], renting: asyncio.Task[None]) -> None:
-    """Until the trace is, or every job has ended."""
+    """Return when the trace is over, or every job has ended."""
     jobs_ended = asyncio.gather(*(site.controller.queries.wait(tenant, job) for job, tenant in jobs.items()))
     either: list[asyncio.Future[Any]] = [renting, jobs_ended]
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -260,7 +276,7 @@ async def _until_over(site: SimulatedService, jobs: dict[str, str], renting: asy
 
 
 def _trajectories(site: SimulatedService, jobs: dict[str, str]) -> str:
-    """Ids differ from run to run, so episodes are ordered by group and member."""
+    """The digest of all stored trajectories. Ids differ from run to run: episodes are ordered by group and member."""
     found = hashlib.sha256()
     for job, tenant in jobs.items():
         stored = site.database.read(recent_episodes, tenant, job, site.settings.server.trajectory_keep)
@@ -317,7 +333,7 @@ class _NoSeeding(OffloadPlanner):
 
 
 class _NoMemory(OffloadPlanner):
-    """T_seed is what the cycle before made of it, however many instances there are now."""
+    """T_seed is the one after the cycle before, however many instances there are now."""
 
     def begin(self, instances: int) -> None:
         self.memory.clear()
