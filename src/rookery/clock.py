@@ -82,7 +82,7 @@ class SteadyTime:
 
     @property
     def seconds(self) -> float:
-        """For how long this process runs and the wall clock has gone as fast as time."""
+        """The time for which this process runs and the wall clock has gone as fast as time."""
         time, monotonic = self._clock.time(), self._clock.monotonic()
         passed = monotonic - self._since[1]
         jump = abs(time - self._since[0] - passed)

@@ -19,9 +19,10 @@ class TooSlow(TimeoutError):
 
 
 class TransferPace:
-    """Of one transfer: how long may be waited for its next bytes. Waits may take ``seconds`` together; the bytes that
-    come extend that by the time that they take at the slowest rate, up to ``seconds`` again. So a silence ends within
-    that time, and a transfer of N bytes within ``seconds + N / SLOWEST``. Time between the waits does not count."""
+    """The pace of one transfer: how long to wait for its next bytes. Waits may take ``seconds`` together; the bytes
+    that come extend that by the time that they take at the slowest rate, up to ``seconds`` again. So a silence ends
+    within that time, and a transfer of N bytes within ``seconds + N / SLOWEST``. Time between the waits does not
+    count."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds

@@ -37,7 +37,7 @@ HELD_OUT = 64
 REFRESH_SECONDS = 1.0
 """Interval between updates of the live table."""
 PIPED_SECONDS = 20.0
-"""The same where the output is not a terminal."""
+"""Interval between updates where the output is not a terminal."""
 PATIENCE_SECONDS = 60.0
 """A service may be silent for so long: right after an installation the disk is busy with what was installed."""
 

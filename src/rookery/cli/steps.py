@@ -82,7 +82,7 @@ ROW_COLUMNS = (
     *(column for column in STEP_COLUMNS if column.metric in ("length_mean", "length_max", "entropy", "grad_norm")),
     *(column for column in STEP_COLUMNS if column.metric in ("tokens/s", *_ROW_SECONDS)),
 )
-"""The same for a job on rows, which has no rewards."""
+"""The columns for a job on rows, which has no rewards."""
 
 
 def tokens_per_second(row: Row, before: Row | None) -> float | None:
@@ -170,7 +170,7 @@ def legend(columns: Sequence[StepColumn]) -> str:
 
 
 def fitting(width: int, columns: Sequence[StepColumn] = STEP_COLUMNS) -> list[StepColumn]:
-    """Of ``columns``, those that a line of ``width`` characters holds, in the order of the table."""
+    """The ``columns`` that a line of ``width`` characters holds, in the order of the table."""
     chosen: set[str] = set()
     for column in sorted(columns, key=lambda one: one.rank):
         if sum(c.width + 1 for c in columns if c.metric in chosen) + column.width <= width:

@@ -42,10 +42,11 @@ READ_SECONDS = 10.0
 """Time limit of a request that only reads."""
 
 CHANGE_SECONDS = 60.0
-"""The same of one that changes something: it may wait for the end of a job's work, and for the database."""
+"""Time limit of a request that changes something: it may wait for the end of a job's work, and for the database."""
 
 WORK_SECONDS = 600.0
-"""The same of one that waits for work: a sample in an engine's queue, a model that is fetched, a large upload."""
+"""Time limit of a request that waits for work: a sample in an engine's queue, a model that is fetched, a large
+upload."""
 
 LEAST_SECONDS = 0.001
 """Of a wait whose time is over: 0 would be a socket that does not wait."""
@@ -505,7 +506,7 @@ class _PacedConnection:
 
 
 def _timeout(seconds: float) -> httpx.Timeout:
-    """Of a request whose response may be silent for ``seconds``."""
+    """The limits of a request whose response may be silent for ``seconds``."""
     return httpx.Timeout(max(seconds, CHANGE_SECONDS), connect=min(CONNECT_SECONDS, seconds), read=seconds)
 
 

@@ -126,7 +126,7 @@ class ProcessCluster:
             self.processes.add(new)
 
     async def _write_scale(self, before: asyncio.Task[None] | None, model: str, more: int) -> None:
-        """After the write ``before``, so that the last number stays."""
+        """Write the number after the write ``before``, so that the last one stays."""
         if before is not None:
             await asyncio.wait([before])
         try:
@@ -177,7 +177,7 @@ def elastic_workers(
 
 
 def ray_launchers(settings: Settings, models: Sequence[str], url: str, token: str) -> list[Child]:
-    """For each of ``models`` the process that keeps its workers alive on Ray's nodes."""
+    """The processes that keep the workers of ``models`` alive on Ray's nodes, one for each."""
     if settings.server.workers + settings.cluster.ray_spot_workers == 0:
         return []
     environment = child_environment(settings, token)

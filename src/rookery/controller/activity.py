@@ -86,7 +86,7 @@ class ActivityQueries:
         return await self._threads(_timeline, stored + newest, reader, start, end, columns, oldest, complete)
 
     async def trace(self, reader: Reader, start: float, end: float) -> bytes:
-        """The same with every span, as a JSON file that Perfetto opens."""
+        """The timeline with every span, as a JSON file that Perfetto opens."""
         newest, (stored, complete) = self._newest(), await self._between(reader, start, end)
         return await self._threads(_trace, stored + newest, reader, start, end, complete)
 

@@ -193,7 +193,7 @@ def _group(group: GroupRow, spec: Mapping[str, Any], names: Mapping[str, str]) -
 
 
 def _whole_group(group: GroupRow, spec: Mapping[str, Any], names: Mapping[str, str]) -> GroupView:
-    """With the replies of its episodes."""
+    """A group with the replies of its episodes."""
     view = _group(group, spec, names)
     view.members = [
         member.model_copy(update=_texts(episode, stored_policies(spec)))
@@ -290,7 +290,8 @@ def _pieces(tokens: Sequence[int], chat: Chat | None) -> list[str] | None:
 
 
 def _trainer_logprobs(trajectories: Sequence[Trajectory], stored: bytes) -> list[list[float | None]]:
-    """For each token of each trajectory, of which ``stored`` has the sampled ones in order; empty if nothing fits."""
+    """The trainer's log-probability of each token of each trajectory, of which ``stored`` has the sampled ones in
+    order; empty if nothing fits."""
     kept = _decode_logprobs(stored)
     if len(kept) != sum(trajectory.num_action_tokens for trajectory in trajectories):
         return []
@@ -299,7 +300,7 @@ def _trainer_logprobs(trajectories: Sequence[Trajectory], stored: bytes) -> list
 
 
 def _workers(outcome: EpisodeResult) -> list[list[tuple[int, str]]]:
-    """For each trajectory, the tokens at which another worker began to sample, with its name."""
+    """The tokens of each trajectory at which another worker began to sample, with its name."""
     found: list[list[tuple[int, str]]] = [[] for _ in outcome.trajectories]
     actions = _actions(outcome)
     begin, last = 0, ""
@@ -329,7 +330,7 @@ def _actions(outcome: EpisodeResult) -> list[tuple[int, int]]:
 
 
 def _decode_logprobs(stored: bytes) -> list[float]:
-    """Of float32 numbers, little-endian."""
+    """The log-probabilities in stored float32 numbers, little-endian."""
     numbers = array("f")
     numbers.frombytes(stored[: len(stored) // 4 * 4])
     if sys.byteorder == "big":

@@ -1,7 +1,7 @@
 """Sinks that a job asks for: its stored metrics, evaluations and state are also written to a server of MLflow, trackio
 or Weights & Biases.
 
-* One task for each sink reads the database and writes what the run does not have; it keeps no rows of its own. The run
+* One task for each sink reads the database and writes what the run does not have; it keeps no rows. The run
   knows the last step that it has received, so a restarted service continues the same run.
 * A job never waits for its sinks. A sink that fails is tried again with growing pauses, from the stored metrics; the
   job's log has a line about each kind of failure, and ``/metrics`` counts the failures.

@@ -95,7 +95,7 @@ class PlanFollower:
         """Roles that were changed since the start."""
 
     def on_worker_joined(self, worker: Worker) -> None:
-        """Before it is given any work."""
+        """Give it the roles of the plan, before any work."""
         role = self._roles.get(worker.name)
         if role is not None and self._able(worker):
             self._fleet.set_roles(worker, frozenset(PLAYS[role]))

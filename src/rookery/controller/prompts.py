@@ -24,7 +24,7 @@ UNCHANGED_LOGITS = {"vllm"}
 
 
 def _default(name: str) -> object:
-    """Of a field of :class:`~rookery.protocol.LogitsParams`."""
+    """The default of a field of :class:`~rookery.protocol.LogitsParams`."""
     return getattr(protocol.LogitsParams(), name)
 
 

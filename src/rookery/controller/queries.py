@@ -406,7 +406,8 @@ class JobQueries:
         return rows
 
     async def _model_states(self, names: set[str]) -> dict[str, Status]:
-        """By name, in order of the names, read from files. Requests that come together share one look."""
+        """The states of base models by name, in order of the names, read from files. Requests that come together share
+        one look."""
         while True:
             since, found = self._models
             age = self._context.clock.monotonic() - since if found.keys() == names else math.inf

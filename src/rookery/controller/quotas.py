@@ -125,7 +125,7 @@ class Quotas:
         self.queued: Counter[str] = Counter()
         """By tenant: bytes of operations that wait, or belong to a step that is not committed."""
         self._queued_of: Counter[str] = Counter()
-        """The same by training run."""
+        """By training run: bytes of operations that wait, or belong to a step that is not committed."""
         self._first: dict[str, str] = {}
         """By tenant beyond its limit: the training run that has room there, until the tenant is below it again."""
         self._metadata: dict[str, tuple[int, float]] = {}

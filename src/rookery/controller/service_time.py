@@ -269,7 +269,7 @@ class KeylessTime:
         self._debts: LRUCache[str, tuple[float, float]] = LRUCache(KEYLESS_ADDRESSES)
         """By address: when, and the seconds beyond its share then."""
         self._all = (0.0, 0.0)
-        """The same of all addresses."""
+        """Of all addresses: when, and the seconds beyond their share then."""
         self._line = ResponseLine(clock, self._late, WeakValueDictionary(), KEYLESS_WAITING, LONGEST_WAIT)
 
     def spend(self, address: str, seconds: float) -> None:

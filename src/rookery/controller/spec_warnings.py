@@ -36,7 +36,7 @@ def spec_warnings(spec: JobSpec) -> list[str]:
 
 
 def reference_warnings(spec: JobSpec) -> list[str]:
-    """Of models to compare with that no policy is compared with."""
+    """Warnings of models to compare with that no policy is compared with."""
     if spec.algorithm.on_pairs:
         return []
     unused = [name for name in spec.trained if not spec.of_policy(name).algorithm.kl_weight]
@@ -51,7 +51,7 @@ def reference_warnings(spec: JobSpec) -> list[str]:
 
 
 def evaluation_warnings(spec: JobSpec) -> list[str]:
-    """Of evaluations that never happen, or seldom."""
+    """Warnings of evaluations that never happen, or seldom."""
     every, versions = spec.evaluation.every, spec.checkpoints.commit_every
     if every and not spec.evaluation.prompts:
         return [f"evaluation.every: {every} without evaluation.prompts: nothing is evaluated; give evaluation.prompts"]
@@ -65,7 +65,7 @@ def evaluation_warnings(spec: JobSpec) -> list[str]:
 
 
 def judge_warnings(spec: JobSpec) -> list[str]:
-    """Of verdicts that some episodes do not reach, or that reward the policy which gives them."""
+    """Warnings of verdicts that some episodes do not reach, or that reward the policy which gives them."""
     environment, lines = spec.environment, []
     judge = spec.policies[environment.judge] if environment.judge is not None else None
     if judge is not None and judge.train:
@@ -89,7 +89,7 @@ def judge_warnings(spec: JobSpec) -> list[str]:
 
 
 def frozen_warnings(spec: JobSpec) -> list[str]:
-    """Of policies that do not train and never reply, or follow another one and are never swapped."""
+    """Warnings of policies that do not train and never reply, or follow another one and are never swapped."""
     lines = [
         f"policies.{name}: it never replies: {spec.environment.id} names the first policy, and the judge of a verifier"
         " where there is one; leave it out, or write an environment that names it"
@@ -116,7 +116,7 @@ def judge_problems(spec: JobSpec) -> list[str]:
 
 
 def silent_problems(spec: JobSpec) -> list[str]:
-    """Of policies that would wait for ever for their first reply: the job's environment names others alone."""
+    """Errors of policies that would wait without end for a first reply: the job's environment names others alone."""
     return [
         f"policies.{name}: it trains, but only the first policy, {next(iter(spec.policies))}, replies in"
         f" {spec.environment.id}; leave one of them out, or write an environment that names both"
@@ -153,7 +153,7 @@ def form_problems(chat: Chat, sizes: SplitSizes, model: str) -> list[str]:
 
 
 def split_warnings(spec: JobSpec, sizes: SplitSizes | None) -> list[str]:
-    """Of held-out prompts that are training prompts, are fewer than asked for, or are not used."""
+    """Warnings of held-out prompts that are training prompts, are fewer than asked for, or are not used."""
     if sizes is None:
         return []
     lines, asked = [], spec.evaluation.prompts
@@ -173,7 +173,7 @@ def split_warnings(spec: JobSpec, sizes: SplitSizes | None) -> list[str]:
 
 
 def length_warnings(spec: JobSpec) -> list[str]:
-    """Of ``dr_grpo`` where nobody said how long an episode may be."""
+    """A warning of ``dr_grpo`` where nobody said how long an episode may be."""
     environment = spec.environment
     if spec.algorithm.name != "dr_grpo" or "max_turns" in environment.model_fields_set or environment.hosted is None:
         return []
@@ -185,8 +185,8 @@ def length_warnings(spec: JobSpec) -> list[str]:
 
 
 def schedule_warnings(spec: JobSpec) -> list[str]:
-    """Of a learning rate that never reaches ``lr``, is (almost) zero before the job ends, or is still high at its end;
-    and of fields of the schedule that have no effect."""
+    """Warnings of a learning rate that never reaches ``lr``, is (almost) zero before the job ends, or is still high at
+    its end; and of fields of the schedule that have no effect."""
     name, policy = spec.policy
     optimizer, steps = policy.optimizer, spec.stop.steps
     schedule = optimizer.schedule

@@ -104,7 +104,7 @@ class StoredSpans:
                 self._failed, self._saved_at = False, now
 
     def _served(self) -> Iterable[TraceSpan]:
-        """For how long workers have served since the last call: after a crash, nothing else says so."""
+        """The times for which workers have served since the last call: after a crash, nothing else says so."""
         for span in self._workers_served():
             if span.end > (start := max(span.start, self._saved_at)):
                 yield msgspec.structs.replace(span, start=start)

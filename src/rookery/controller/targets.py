@@ -178,7 +178,7 @@ async def find_version(
 
 
 def _first(spec: Mapping[str, Any], policies: Mapping[str, PolicyRow]) -> PolicyRow:
-    """Of a stored job's ``policies`` by name the one that the job's own name means: the first in its file."""
+    """The policy that the name of a stored job means, of its ``policies`` by name: the first in its file."""
     return next(policies[name] for name in spec.get("policies", policies) if name in policies)
 
 

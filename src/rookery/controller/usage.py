@@ -112,7 +112,7 @@ class UsageMeter:
             self.on_worker_lost(worker)
         try:
             await self.save()
-        except Exception:  # the shutdown must go on
+        except Exception:  # the shutdown must continue
             log.exception("usage of the last %g s is not stored", FLUSH_SECONDS)
 
     async def open(self, tenant: str, job: str, policies: Sequence[str]) -> None:

@@ -33,7 +33,8 @@ OPTIONS_SECONDS, OPTIONS_BYTES = 2.0, 32 << 20
 compiles them again."""
 
 ROWS_SECONDS, ROWS_BYTES = 300.0, 1 << 30
-"""The same for all rows: five million small ones take a minute or two, and inline rows are in memory."""
+"""Processor time and memory for all rows: five million small ones take a minute or two, and inline rows are in
+memory."""
 
 KEPT_BYTES = 16 << 20
 """Of the results of checks that are kept: tens of thousands of usual ones, and hundreds of datasets with many forms of

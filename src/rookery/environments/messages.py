@@ -20,7 +20,7 @@ from rookery.spec import values
 from rookery.tokenization.written import THOUGHT_MARKS, controls
 
 ROLES = ("system", "user", "assistant", "tool")
-"""The same as in the chat API."""
+"""Roles of a message, as in the chat API."""
 
 _FORM = '{"role": "user", "content": "…"}'
 _ROLE_HINTS = {"human": "write user", "gpt": "write assistant", "developer": "write system", "function": "write tool"}
@@ -285,7 +285,7 @@ def example_of(form: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str
 
 
 def learned_of(form: Sequence[str]) -> list[bool]:
-    """Of each message of a form whether it is learned."""
+    """Whether each message of a form is learned."""
     return [
         mark.startswith("assistant") and CONTEXT not in mark.partition(":")[0] for mark in form if mark != TOOLS_FORM
     ]

@@ -66,7 +66,7 @@ class OpenEnvOptions(GivenModel):
     resets: list[Arguments] = Field(default_factory=list, max_length=RESETS)
     """Arguments of `reset`, one prompt each. `seed` is added where it is missing."""
     eval_resets: list[Arguments] = Field(default_factory=list, max_length=RESETS)
-    """The same of held-out prompts."""
+    """Arguments of `reset` for held-out prompts, one each."""
     split: Name | None = None
     """A split of the server's tasks, each one prompt: `reset` gets `split` and `index`."""
     eval_split: Name | None = None

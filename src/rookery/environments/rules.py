@@ -35,7 +35,7 @@ class EnvironmentRules:
         return cls(**json.loads(text))
 
     def argument(self) -> str:
-        """For the command line of a process."""
+        """The rules as an argument of a process."""
         return json.dumps(asdict(self))
 
     def apply(self) -> None:

@@ -185,8 +185,8 @@ class CallQueued(EpochMessage, kw_only=True):
 
 
 class AskModel(EpochMessage, kw_only=True):
-    """Of the service's own host: a question of an episode of ``job`` to a model of its tenant, which
-    :class:`ModelReply` answers. A question that is sent again may be answered again."""
+    """A question of the service's host, for an episode of ``job``, to a model of its tenant; :class:`ModelReply`
+    answers it. A question that is sent again may be answered again."""
 
     call: Name
     job: Name

@@ -65,7 +65,7 @@ class PromptLogprobs(Struct, kw_only=True):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Its size in bytes."""
         return len(self.logprobs) + len(self.top_tokens) + len(self.top_logprobs)
 
     def fits(self, width: int, known: int, wanted: int) -> bool:

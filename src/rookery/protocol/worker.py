@@ -298,7 +298,7 @@ class Generate(Message, kw_only=True):
     """Of a client's request: milliseconds from now until its first token is due; 0: no objective. Rollouts and training
     slices of the worker run as far as the objectives allow (:mod:`rookery.scheduling.slo`)."""
     tpot_ms: float = 0.0
-    """The same for each further token, on average."""
+    """Of a client's request: the milliseconds that each further token may take, on average; 0: no objective."""
     tenant: Name = ""
     """Whose it is: tenants share a worker's time (:mod:`rookery.scheduling.worker_time`)."""
     weight: float = 1.0

@@ -86,8 +86,8 @@ class CostTable:
 
 
 def interpolate(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:
-    """On the lines that join the points, of which there is one at least, in order of size. Below them as much as at the
-    first, above them in proportion to the last."""
+    """The seconds for ``size``, on the lines that join the points, of which there is one at least, in order of size.
+    Below them as much as at the first, above them in proportion to the last."""
     at = bisect_left(sizes, size)
     if at == 0:
         return seconds[0]

@@ -57,7 +57,7 @@ class LastRun:
 
     @property
     def short_lives(self) -> int:
-        """The same with this one."""
+        """Lives that were short, in a row up to this one; 0 where this one was not."""
         return self.short + 1 if self.now - self.began < SHORT_SECONDS else 0
 
 

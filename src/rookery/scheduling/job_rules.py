@@ -89,7 +89,7 @@ def training_rewards(versions: Iterable[tuple[int | None, float | None]]) -> dic
 def versions_to_delete(
     scores: Mapping[int, float | None], *, keep_last: int, keep_best: bool, in_use: Collection[int] = ()
 ) -> list[int]:
-    """Of the versions whose artifacts exist, those that may be deleted, oldest first. The newest is always kept; of
+    """The versions that may be deleted, of those whose artifacts exist, oldest first. The newest is always kept; of
     equally good ones the newest. ``scores``: by version, a higher one being newer, its mean reward, of all in
     evaluations or of all in training; None where it has none of that kind."""
     ordered = sorted(scores)

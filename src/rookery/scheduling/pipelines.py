@@ -124,7 +124,7 @@ class SlowdownTable:
             side[at] = slow
 
     def slowdown(self, threads: int, kind: StageKind, rows: int) -> tuple[float, float]:
-        """Of engine and trainer."""
+        """The slowdowns of engine and trainer."""
         at = threads, bucket(kind, rows)
         if threads == TURNS or at not in self._engine or at not in self._trainer:
             return TAKING_TURNS
@@ -222,12 +222,12 @@ def _later(state: State, spent: float, left: Sequence[JobStages]) -> State:
 
 
 def advance(state: State, threads: int, costs: LaneCosts) -> State:
-    """Until the next stage ends, in this mode."""
+    """The state when the next stage has ended, in this mode."""
     return _later(state, *_until_next_end(state.chains, threads, costs))
 
 
 def hold(state: State, threads: int, costs: LaneCosts) -> State:
-    """Until each of the present stages has ended, in this mode."""
+    """The state when each of the present stages has ended, in this mode."""
     lengths = [len(chain) for chain in state.chains]
     while any(len(chain) == length for chain, length in zip(state.chains, lengths, strict=True)):
         spent, left = _until_next_end(state.chains, threads, costs)

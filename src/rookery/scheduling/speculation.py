@@ -106,8 +106,8 @@ class StepCosts:
         estimate.seconds += (min(each, OUTLIER * estimate.seconds) - estimate.seconds) / estimate.count
 
     def seconds(self, rows: int, drafts: int) -> np.ndarray:
-        """Of steps of so many rows that verify 0, 1, … ``drafts`` draft tokens [drafts + 1]; infinite where none so
-        large may be tried yet; empty where no plain step of about so many rows was seen."""
+        """The seconds of steps of so many rows that verify 0, 1, … ``drafts`` draft tokens [drafts + 1]; infinite where
+        none so large may be tried yet; empty where no plain step of about so many rows was seen."""
         known = self._estimates.get(_bucket(rows), {})
         points = [e for _, e in sorted(known.items()) if self._steps - e.at <= FORGET]
         if not points or points[0] is not known.get(0):
@@ -121,8 +121,8 @@ class StepCosts:
         return rows * np.interp(ratios, x, y, right=np.inf)
 
     def _longer(self, few: float, many: float) -> float:
-        """By how much a plain step of ``many`` rows takes longer than one of ``few``. Beyond the most rows that were
-        seen it grows as before them, if at all."""
+        """The seconds by which a plain step of ``many`` rows takes longer than one of ``few``. Beyond the most rows
+        that were seen it grows as before them, if at all."""
         plain = [e for known in self._estimates.values() if (e := known.get(0)) and self._steps - e.at <= FORGET]
         points = sorted((e.rows, e.rows * e.seconds) for e in plain)
         x, y = [rows for rows, _ in points], list(accumulate((seconds for _, seconds in points), max))
@@ -235,8 +235,8 @@ def kind_of(matched: int, share: float) -> int:
 
 
 def spread(rows: int, *, others: bool) -> float:
-    """Of the time of a step with drafts is lost because its rows end at different times; ``others``: further requests
-    are there, which take their places."""
+    """The share of the time of a step with drafts that is lost because its rows end at different times; ``others``:
+    further requests are there, which take their places."""
     return SPREAD if rows > MANY_ROWS or (rows > 1 and not others) else 0.0
 
 

@@ -57,7 +57,7 @@ class WorkerIndex:
                 del self._by_tag[tag]
 
     def first(self, tags: Iterable[str], without: Collection[str] = ()) -> list[WorkerLoad]:
-        """Of each of these tags the worker that gets the next request; those of the names ``without`` get none."""
+        """The worker of each of these tags that gets the next request; those of the names ``without`` get none."""
         ranked = (self._by_tag.get(tag, ()) for tag in tags)
         names = (next((key[-1] for key in keys if key[-1] not in without), None) for keys in ranked)
         return [self._workers[name] for name in names if name is not None]

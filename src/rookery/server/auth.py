@@ -266,12 +266,12 @@ class ServiceContext:
 
     @property
     def encoders(self) -> Writer:
-        """The same for responses: they wait for no other work."""
+        """Threads that write responses, in which tenants take turns: these wait for no other work."""
         return self.context.threads.encoders
 
     @property
     def openers(self) -> Writer:
-        """The same for files of artifacts, which may be slow to open."""
+        """Threads that open files of artifacts, which may be slow, in which tenants take turns."""
         return self.context.threads.openers
 
     @property
@@ -409,7 +409,8 @@ async def make_room(service: ServiceContext, request: Request, size: int = LARGE
 
 
 def room_for(size: int = LARGE_BYTES) -> Any:
-    """For ``dependencies=[…]`` of a route whose response may be large, or is made of much: see :func:`make_room`."""
+    """An entry of ``dependencies=[…]`` of a route whose response may be large, or is made of much: see
+    :func:`make_room`."""
 
     async def roomy(request: Request, service: Service, owner: Owner) -> None:
         await make_room(service, request, size)

@@ -95,22 +95,23 @@ class Choice:
 
     @cached_property
     def _prompt_hash(self) -> str:
-        """With it the ids of calls differ between the turns of a conversation that all have one seed."""
+        """A hash of the prompt: with it the ids of calls differ between the turns of a conversation that all have one
+        seed."""
         return sha256(array("q", self.prompt.prompt).tobytes()).hexdigest()
 
     def scores(self, numbers: range) -> list[Scores]:
-        """Of sampled tokens, by their numbers."""
+        """The scores of sampled tokens, by their numbers."""
         reply = self.reply
         top = reply.top_logprobs or [[]] * len(reply.tokens)
         return [(reply.tokens[number], reply.logprobs[number], top[number]) for number in numbers]
 
     def next_scores(self) -> list[Scores]:
-        """Of the tokens whose text was reached since the last call."""
+        """The scores of the tokens whose text was reached since the last call."""
         first, self.logprobs_sent = self.logprobs_sent, self.text.tokens_shown
         return self.scores(range(first, self.logprobs_sent))
 
     def prompt_scores(self) -> list[Scores]:
-        """Of the prompt's tokens: nothing precedes the first, which has no log-probability."""
+        """The scores of the prompt's tokens: nothing precedes the first, which has no log-probability."""
         scored = [(one.logprob, one.top) for one in self.reply.prompt_logprobs]
         first: list[tuple[float | None, protocol.Likeliest]] = [(None, [])]
         return [(token, *score) for token, score in zip(self.prompt.prompt, [*first, *scored], strict=True)]

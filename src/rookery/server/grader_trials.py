@@ -38,7 +38,7 @@ inspect.signature({FUNCTION}).bind(None, None)
 
 
 class GraderTrials:
-    """For one event loop; blocking methods run in ``threads``."""
+    """The trials of graders in one event loop; blocking methods run in ``threads``."""
 
     def __init__(self, isolation: Isolation, judges: str, answer_seconds: float = ANSWER_SECONDS) -> None:
         """``isolation`` and ``judges`` are the settings of the service."""
@@ -51,7 +51,7 @@ class GraderTrials:
         self._closed = False
 
     def tools(self, ask: Ask) -> GraderTools:
-        """For one trial."""
+        """The tools of one trial."""
         return GraderTools(self._sandbox, ask)
 
     def check(self, grader: OneGrader) -> None:

@@ -287,7 +287,7 @@ class MessageToolCall(OpenAIModel):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """With the arguments as text, which :func:`read_arguments` reads."""
+        """The call with its arguments as text, which :func:`read_arguments` reads."""
         function = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id or "", "type": "function", "function": function}
 

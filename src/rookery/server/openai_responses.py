@@ -365,7 +365,7 @@ class ResponsesFormat:
         return added + self._event("response.content_part.added", **item_at, content_index=0, part=part)
 
     def _call_events(self, items: list[dict[str, Any]]) -> bytes:
-        """Of those that were not sent yet."""
+        """The events of the calls that were not sent yet."""
         events = b""
         for item in items[self._calls :]:
             index = self._calls + self._open
@@ -404,7 +404,7 @@ class ResponsesFormat:
         return self._event("error", code=code, message=about["message"], param=about["param"])
 
     def _output(self, choice: Choice) -> list[dict[str, Any]]:
-        """In the order in which the model wrote them; parts of text that calls separate are one message."""
+        """The items in the order in which the model wrote them; parts of text that calls separate are one message."""
         calls, first = self._items(choice), choice.calls_before_text
         if calls and not choice.content:
             return calls
@@ -429,7 +429,7 @@ class ResponsesFormat:
         ]  # fmt: skip
 
     def _item_at(self, choice: Choice) -> dict[str, Any]:
-        """Of the message."""
+        """The id of the item of the message, and its index."""
         return {"item_id": f"msg_{self.id.removeprefix('resp-')}", "output_index": choice.calls_before_text}
 
     def _event(self, kind: str, **fields: Any) -> bytes:

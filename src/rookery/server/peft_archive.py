@@ -29,7 +29,7 @@ TRAINER_STATE = "trainer_state."
 """First part of the names of files that only a trainer reads."""
 
 CANARY = "canary."
-"""The same of the file that engines compare themselves with."""
+"""First part of the name of the file that engines compare themselves with."""
 
 MAX_MEMBERS = 256
 """Most files in an uploaded archive. A PEFT folder has a handful of files, even with checkpoints; each uses some memory

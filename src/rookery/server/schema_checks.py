@@ -36,7 +36,7 @@ OUT_OF_MEMORY = ("MemoryError", *(str(signal.strsignal(number)) for number in (s
 
 
 class SchemaChecks:
-    """For one event loop, which it does not block."""
+    """The checks of schemas for one event loop, which they do not block."""
 
     def __init__(self) -> None:
         self._pool = VerifierPool("schema", limit=SCHEMA_SECONDS, module="rookery.server.schema_process")

@@ -57,7 +57,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """The result of ``main`` in virtual time from 0 on. Raises :class:`Deadlock` when nobody in it can go on."""
+    """The result of ``main`` in virtual time from 0 on. Raises :class:`Deadlock` when nobody in it can continue."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 

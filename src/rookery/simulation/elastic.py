@@ -38,7 +38,7 @@ TRAIN_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class StepTrace:
-    """Of each step, the generation in worker-seconds and the training in seconds."""
+    """The generation of each step in worker-seconds, and its training in seconds."""
 
     generation: Sequence[float]
     training: Sequence[float]

@@ -131,7 +131,7 @@ class ReplayResult:
 
     @property
     def cost(self) -> float:
-        """In units of the prices."""
+        """The cost in units of the prices."""
         return self.cost_at(self.scenario.discount)
 
     def cost_at(self, discount: float) -> float:

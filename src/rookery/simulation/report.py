@@ -41,7 +41,7 @@ def as_json(outcomes: Sequence[ReplayResult]) -> dict[str, Any]:
 
 
 def digest(outcomes: Sequence[ReplayResult]) -> str:
-    """Of all event logs, in the order of the outcomes: SHA-256 in hex."""
+    """The digest of all event logs, in the order of the outcomes: SHA-256 in hex."""
     return hashlib.sha256("".join(outcome.digest for outcome in outcomes).encode()).hexdigest()
 
 

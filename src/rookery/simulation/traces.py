@@ -42,7 +42,7 @@ class Trace:
     seconds: float
 
     def faster(self, factor: float) -> Trace:
-        """The same, in so many times less time."""
+        """This trace, in so many times less time."""
         changes = tuple((since / factor, count) for since, count in self.changes)
         return Trace(self.name, changes, self.seconds / factor)
 
@@ -121,7 +121,7 @@ class SpotInstance:
     """When its worker ended; it is paid for until then."""
 
     def seconds(self, now: float) -> float:
-        """Of renting, until ``now`` at most."""
+        """The seconds of renting, until ``now`` at most."""
         return (now if self.ended is None else self.ended) - self.began
 
 

@@ -210,7 +210,7 @@ def _inner(node: yaml.Node) -> list[yaml.Node]:
 
 
 def _characters(node: yaml.Node) -> int:
-    """Of the node alone."""
+    """The characters of the node alone."""
     return VALUE_CHARACTERS + (len(node.value) if isinstance(node, yaml.ScalarNode) else 0)
 
 

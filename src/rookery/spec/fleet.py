@@ -143,12 +143,12 @@ class JobDemand(Workload):
 
     @property
     def mean_tokens(self) -> float:
-        """Of a reply."""
+        """The mean tokens of a reply."""
         return sum(self.lengths()) / QUANTILES
 
     @property
     def replies(self) -> float:
-        """Of a step: the policy's own, and its share of those of policies that do not train."""
+        """The replies of a step: those of the policy, and its share of those of policies that do not train."""
         return self.episodes * self.turns / self.policies
 
     @property
@@ -159,7 +159,8 @@ class JobDemand(Workload):
 
     @property
     def train_tokens(self) -> float:
-        """Of a step: all replies of its episodes, the messages between them, and each group's prompt once."""
+        """The tokens of a step: all replies of its episodes, the messages between them, and each group's prompt
+        once."""
         return self.episodes * (self.turns * self.mean_tokens + self.episode_prefill)
 
     @property

@@ -79,7 +79,7 @@ class ProjectionShapes(Protocol):
 
 
 class Projections(ProjectionShapes, Protocol):
-    """The same of a loaded model."""
+    """The projections of a loaded model that adapters may change."""
 
     @property
     def sites(self) -> Mapping[str, tuple[str, ...]]:

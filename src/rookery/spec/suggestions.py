@@ -93,7 +93,7 @@ def field_hint(path: tuple[Any, ...], known: Sequence[str]) -> str:
 
 
 def value_hint(given: Any, allowed: Sequence[str]) -> str:
-    """The same for a text that is none of the ``allowed`` ones."""
+    """A hint at the nearest of the ``allowed`` texts for one that is none of them."""
     if not isinstance(given, str):
         return ""
     meant = VALUES.get(given)

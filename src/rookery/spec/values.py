@@ -44,7 +44,7 @@ class Rounded(float):
 
     @property
     def loss(self) -> str:
-        """For the line that refuses it: the number as it is written, its value, and the remedy."""
+        """The part of the line that refuses it: the number as it is written, its value, and the remedy."""
         return f"{short(self.written)}, which would become {self!r} in this row; quote it, as a text"
 
 

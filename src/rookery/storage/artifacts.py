@@ -406,8 +406,8 @@ class Artifacts:
             self._ran += seconds
 
     def _orphan_marks(self) -> dict[str, float]:
-        """For how long services had run when each orphan was first found, by its hash, and until now, as :data:`RAN`;
-        none where it cannot be read."""
+        """The seconds for which services had run when each orphan was first found, by its hash, and until now, as
+        :data:`RAN`; none where it cannot be read."""
         with understood(self.check):
             paths = list(self._orphans.iterdir()) if self._orphans.is_dir() else []
             return seconds_of({path.name: path.read_bytes() for path in paths})

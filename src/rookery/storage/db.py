@@ -451,7 +451,7 @@ class Database:
             os.chmod(path, 0o600)
 
     def _shown_url(self) -> str:
-        """Without what may hold a password."""
+        """The URL without the parts that may hold a password."""
         shown = self.engine.url.set(drivername=self.engine.url.get_backend_name(), query={})
         return shown.render_as_string(hide_password=True)
 
@@ -593,7 +593,7 @@ class Database:
         return DatabaseReadOnly("the database takes no writes: it is read-only now", reason)
 
     def _file_inode(self) -> tuple[int, int] | None:
-        """Of the SQLite file that has the name now; None for a database in memory or on a server."""
+        """The inode of the SQLite file that has the name now; None for a database in memory or on a server."""
         path = _file(self.engine.url)
         if self.engine.dialect.name != "sqlite" or not path:
             return None
@@ -604,8 +604,8 @@ class Database:
         return found.st_dev, found.st_ino
 
     def _check_file(self, *_: object) -> None:
-        """Before a new connection, which would make a new database where the file is away, and before the next use of
-        an old one, which may be to a file without a name."""
+        """Check the file before a new connection, which would make a new database where the file is away, and before
+        the next use of an old one, which may be to a file without a name."""
         if self._inode is not None and self._file_inode() != self._inode:
             raise self._not_there(
                 "another file has its name; put the one of the start back, or start the service again"

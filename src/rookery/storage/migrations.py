@@ -74,7 +74,7 @@ def start_counting(connection: Connection) -> None:
 
 
 def stop_counting(connection: Connection) -> None:
-    """Until :func:`start_counting` no change is counted."""
+    """No change is counted until :func:`start_counting`."""
     postgresql = connection.dialect.name == "postgresql"
     for name in COUNTED:
         for event in _EVENTS:

@@ -363,7 +363,7 @@ class ObjectArtifacts(Artifacts):
 
 
 def _pieces(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in pieces of :data:`READ_BYTES` or a little more. Raises :class:`Unavailable`."""
+    """The bytes of ``blocks`` in pieces of :data:`READ_BYTES` or a little more. Raises :class:`Unavailable`."""
     piece = bytearray()
     try:
         for block in blocks:

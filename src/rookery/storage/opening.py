@@ -19,7 +19,7 @@ def open_artifacts(place: Place, folder: Path, owner: Owner, rules: StoreRules =
 
 
 def artifacts_at(place: Place, folder: Path, rules: StoreRules = STORE_RULES) -> Artifacts:
-    """The same without the claim. Raises :class:`UserError` for a URL of no store."""
+    """The artifacts at ``place``, not claimed. Raises :class:`UserError` for a URL of no store."""
     url, endpoint = place
     if "://" not in url or url.startswith("file://"):
         at = named_path(url.removeprefix("file://")).absolute() if url else folder

@@ -171,7 +171,7 @@ class Lease:
 
 
 def _content(found: bytes) -> bytes:
-    """Without the filling, and the zeros that a power cut leaves."""
+    """The content without the filling, and without the zeros that a power cut leaves."""
     return found.strip(b" \n\0")
 
 

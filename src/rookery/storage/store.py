@@ -70,7 +70,7 @@ async def every(
 async def pages(
     fetch: Callable[[Page], Coroutine[Any, Any, list[T]]], cursor: Callable[[T], tuple[str | float, ...]]
 ) -> AsyncIterator[list[T]]:
-    """The same by the page."""
+    """All rows of a list by the page, as :func:`every` reads them."""
     page = Page(LONGEST_PAGE)
     while found := await fetch(page):
         yield found

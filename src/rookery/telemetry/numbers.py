@@ -38,7 +38,7 @@ def evaluation_cells(evaluation: Mapping[str, Any]) -> dict[str, str]:
 
 
 def evaluation_text(evaluation: Mapping[str, Any]) -> str:
-    """The same as a sentence."""
+    """The figures of :func:`evaluation_cells` as a sentence."""
     cells = evaluation_cells(evaluation)
     if evaluation["mean"] is None:
         return "every held-out episode failed"

@@ -98,7 +98,7 @@ def policy_figures(policy: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def job_list(jobs: Sequence[Mapping[str, Any]]) -> Rows:
-    """The same jobs with their ids, for commands that take one."""
+    """A table of the jobs with their ids, for commands that take one."""
     table = Rows([*columns(("job", "state"), ("step", "reward")), *columns(("id",), notes=("reason",))])
     for job in jobs:
         table.add(*job_cells(job), job["id"], Text(printable(waits(job)), "dim"))

@@ -477,7 +477,7 @@ class DeepSeekTagsReader(XmlReader):
 
 
 class DeepSeekToolsReader(DeepSeekTagsReader):
-    """The same in ``<｜DSML｜tool_calls>…</｜DSML｜tool_calls>``, of V4."""
+    """The elements of :class:`DeepSeekTagsReader` in ``<｜DSML｜tool_calls>…</｜DSML｜tool_calls>``, of V4."""
 
     opening, closing = "<｜DSML｜tool_calls>", ("</｜DSML｜tool_calls>",)
 

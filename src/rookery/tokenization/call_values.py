@@ -22,8 +22,8 @@ class ToolCall:
 def json_calls(
     text: str, separator: str | None = None, usual: Callable[[Any], Any] | None = None
 ) -> Iterator[ToolCall]:
-    """Of a JSON object or a list of them, with a ``separator`` also of several; none unless all are calls. ``usual``
-    gives an object of another form the usual fields."""
+    """The calls of a JSON object or a list of them, with a ``separator`` also of several; none unless all are calls.
+    ``usual`` gives an object of another form the usual fields."""
     at, found = 0, []
     text = text.strip()
     while at < len(text):

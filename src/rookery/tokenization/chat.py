@@ -73,7 +73,7 @@ class PromptTooLong(UserError):
 
     @classmethod
     def of(cls, context: int, tokens: int) -> PromptTooLong:
-        """For a prompt of so many tokens."""
+        """The error for a prompt of so many tokens."""
         return cls(
             f"this model's maximum context length is {count_of(context, 'token')}; the prompt has {tokens}: shorten it"
         )

@@ -109,7 +109,8 @@ def _turns(
 
 
 def _check_context(text: str, messages: Sequence[Message], learned: Sequence[float]) -> None:
-    """Of messages that are not learned: those that are may be rewritten once others follow."""
+    """Refuse a text that leaves out messages that are not learned: those that are may be rewritten once others
+    follow."""
     squeezed = without_space(text)
     for number, message in enumerate(messages):
         if not learned[number] and (gone := missing(squeezed, message, thoughts=message["role"] != "assistant")):

@@ -56,7 +56,7 @@ class TokenBytes:
         return b"" if token in self._special else self.written(token)
 
     def written(self, token: int) -> bytes:
-        """The same with special tokens as text; empty for an unknown id."""
+        """Bytes of the token as it is written, of special ones too; empty for an unknown id."""
         text = self._tokenizer.id_to_token(token) or ""
         if token in self._special:
             return text.encode()
@@ -158,7 +158,7 @@ class StopSearch:
         return None
 
     def _border(self, length: int) -> int:
-        """Of the beginning that is one longer than those with a border."""
+        """The border of the beginning that is one longer than those with a border."""
         stop, border, letter = self.stop, self._borders[-1], self.stop[length - 1]
         while border and stop[border] != letter:
             border = self._borders[border - 1]

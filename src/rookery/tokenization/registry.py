@@ -45,7 +45,7 @@ CONFIG, WEIGHTS = "rookery_config.json", "rookery_weights.safetensors"
 of its weights among the fused ones, and draw random ones."""
 
 PUBLISHED_CONFIG, PUBLISHED_WEIGHTS = "config.json", "model.safetensors"
-"""The same of a model in the layout of transformers."""
+"""The ``config.json`` and the weights of a model in the layout of transformers."""
 
 PROJECTIONS = "rookery_projections.json"
 """The projections of a prepared model that a LoRA can change."""

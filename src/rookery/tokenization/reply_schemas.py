@@ -124,7 +124,7 @@ def _declares_all(schema: Mapping[str, Any]) -> bool:
 
 
 def _moved(schema: Any, pointer: str) -> Any:
-    """The same schema where it stands at ``pointer`` of a document instead of at its root."""
+    """The schema where it stands at ``pointer`` of a document instead of at its root."""
     moved = _rebuilt(schema, partial(_moved, pointer=pointer))
     if isinstance(schema, Mapping):
         for key in MAPS & schema.keys():

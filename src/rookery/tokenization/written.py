@@ -36,7 +36,7 @@ THOUGHT_END = re.compile(
         r"<\|channel\|>final\b[^<]{0,80}(?:<\|constrain\|>[^<]{0,80})?<\|message\|>",
     ])
 )  # fmt: skip
-"""The same in replies, also those of gpt-oss, whose template gets thoughts in a field of the message."""
+"""The marks in replies, also those of gpt-oss, whose template gets thoughts in a field of the message."""
 
 _CONTROL = re.compile(
     r"<\|[^<>|\s-]{1,40}\|>|<｜[^<>｜\s-]{1,40}｜>|<(?:start|end)_of_turn>|<\|turn>|<turn\|>"

@@ -13,7 +13,7 @@ Promises:
 * Each mutable thing has one owner at a time. The trainer and its states, gradients and queue belong to this thread
   always. The engine, with its requests, KV cache, adapters, gate and cost tables, belongs to the lane from
   :meth:`Compute._start_lane` until :meth:`Compute._recall` has waited for the end of the lane's slice. Base weights are
-  read-only. Status, outbox, calls and the clocks of the two have the lock, tenants' time has one of its own.
+  read-only. Status, outbox, calls and the clocks of the two have the lock, tenants' time has a separate one.
 * While a worker holds requests with objectives, or held some lately, it works in turns, so that their gate counts
   slices as they are, and none waits for a slice on half of the cores; costs of slices beside each other are kept apart.
   Time of interactive requests counts for neither, but for that of tenants whose clients used more than their share
@@ -551,7 +551,7 @@ class Compute:
         return self._plan.choice if self._plan is not None and self.lanes == "auto" else None
 
     def _predicted_gain(self) -> float:
-        """Of the lanes that run; 0 where nothing was predicted."""
+        """The gain of the lanes that run; 0 where nothing was predicted."""
         choice = self._choice() if self._lane is not None else None
         return choice.gain if choice is not None and choice.active else 0.0
 

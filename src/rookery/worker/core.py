@@ -149,7 +149,7 @@ class WorkerCore:
             self.engine.evict_adapter(digest)
 
     def discard_offloaded(self, digests: Sequence[str]) -> None:
-        """The same, of their training states."""
+        """Delete the offloaded training states of these versions, which nothing will name."""
         for trainer in self.queue.trainers:
             for digest in digests:
                 trainer.discard_offloaded(digest)
@@ -209,9 +209,9 @@ class _Backend:
 def load_core(
     folder: Path, settings: Settings, between_layers: Callable[[], None], *, trains: bool = True
 ) -> WorkerCore:
-    """With the base model of the prepared ``folder``. ``between_layers`` is for :class:`NativeBackbone`. A vLLM worker
-    that does not train loads the model in vLLM only. Raises ``UserError`` if it does not fit the memory budget, or the
-    settings name an engine or trainer that does not compute it."""
+    """Engine and trainers with the base model of the prepared ``folder``. ``between_layers`` is for
+    :class:`NativeBackbone`. A vLLM worker that does not train loads the model in vLLM only. Raises ``UserError`` if it
+    does not fit the memory budget, or the settings name an engine or trainer that does not compute it."""
     where = device.choose(settings.worker.device)
     total, before = memory.total_bytes(settings, where), device.used_bytes(where)
     inspected = inspect(folder)

@@ -24,8 +24,8 @@ class PassingFault(Exception):
 
 
 def failure_category(error: Exception) -> Literal["failed", "lost", "too small"]:
-    """Of an operation or a request. Other than ``failed`` where the cause is this worker or its connection, so that
-    another worker may succeed."""
+    """The category of the failure of an operation or a request. Other than ``failed`` where the cause is this worker or
+    its connection, so that another worker may succeed."""
     if isinstance(error, NotOnThisWorker):
         return "too small"
     if isinstance(error, TransferFailed):

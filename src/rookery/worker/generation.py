@@ -110,7 +110,7 @@ class HeldRequest:
     sent: int = 0
     """Number of the first token that the present connection has not been sent."""
     scores_sent: int = 0
-    """The same of ``prompt_logprobs``."""
+    """Number of the first entry of ``prompt_logprobs`` that the present connection has not been sent."""
     log: protocol.TokenLog = field(default_factory=protocol.TokenLog)
     version: int = 0
     """Of the last chunk, which may have no token."""
@@ -401,7 +401,7 @@ class GenerationManager:
     ) -> None:
         """Call ``function(core, folder)`` in the compute thread: with None if the adapter is in memory, which it may
         answer with False, else with the adapter's folder once there is room for the adapter. While a request waits for
-        room, later rollouts wait behind it, even those whose adapter is in memory: they could keep it there for ever.
+        room, later rollouts wait behind it, even those whose adapter is in memory: they could keep it there for good.
         ``client``: of a client's request. ``runs``: the request runs already, with another version."""
 
         async def call(folder: Path | None) -> bool:

@@ -28,7 +28,7 @@ LOW_PRIORITY = 5
 
 
 class Grammars:
-    """For one event loop."""
+    """The grammars of the replies in one event loop."""
 
     def __init__(self, tokens: Callable[[], GrammarTokenizer]) -> None:
         """``tokens()`` returns the model's tokens; the first call may take a second."""
@@ -51,7 +51,7 @@ class Grammars:
             return await self._threads(self._prepare, (tenant, schema, unless), tokens)
 
     def memory(self) -> MemoryUse:
-        """Of the grammars that are kept, by estimate."""
+        """The memory of the grammars that are kept, by estimate."""
         with self._lock:
             return MemoryUse(sum(grammar.bytes for grammar in self._kept.values()), KEPT_BYTES)
 
@@ -64,7 +64,7 @@ class Grammars:
             return grammar
 
     def _prepare(self, key: tuple[str, str, str], tokens: Sequence[int]) -> ReplyGrammar:
-        """In the thread."""
+        """Prepare the grammar of ``key``, in the thread."""
         if not self._lowered:
             lower_thread_priority(LOW_PRIORITY)
             self._lowered = True

@@ -88,13 +88,13 @@ def splits(threads: int, device_name: str = "cpu") -> list[int]:
 
 
 def lane_threads(threads: int) -> int:
-    """Of the engine's lane, which has half of the worker's."""
+    """The threads of the engine's lane, which has half of the worker's."""
     return max(1, threads // 2)
 
 
 def trainer_threads(threads: int, lane: int, *, computes: bool) -> int:
-    """Of the trainer, beside a lane with so many of the worker's threads that ``computes`` or waits: a lane of one
-    thread that waits has no team, so that all others are the trainer's."""
+    """The threads of the trainer next to a lane with so many of the worker's threads that ``computes`` or waits: a lane
+    of one thread that waits has no team, so that all others are the trainer's."""
     return threads if lane == 1 and not computes else max(1, threads - lane)
 
 
@@ -260,7 +260,7 @@ class LanePlan:
         return self.choice
 
     def slowdowns(self, rows: int, threads: int) -> tuple[float, float]:
-        """Of engine and trainer while both have work, in this mode."""
+        """The slowdowns of engine and trainer while both have work, in this mode."""
         return self.table.slowdown(threads, "decode" if rows else "prefill", rows)
 
     def foreseen(self, generating: Collection[str], training: Collection[str]) -> list[JobStages]:
@@ -350,7 +350,7 @@ def measure_slowdowns(
 
 
 def affordable_tokens(train: Callable[[int], float], passes: int) -> int:
-    """Of a training pass, so that so many passes beside other work, which double its time, end in
+    """The tokens of a training pass, so that so many passes beside other work, which double its time, end in
     :data:`MEASURE_SECONDS`. ``train(tokens)`` gives the seconds of one alone."""
     tokens = FEWEST_TOKENS
     train(tokens)  # the first one takes longer

@@ -171,7 +171,8 @@ class MemoryQueue:
             turn.changed.set()
 
     async def retry(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The same, out of order: for calls that free what others wait for."""
+        """The result of ``call`` once there is room, out of order: for calls that free the room for which others
+        wait."""
         while True:
             self._freed.clear()
             try:

@@ -141,7 +141,7 @@ def _tokens(model: TransformersModel) -> tuple[list[int], list[list[int]]]:
 
 
 def _adapter(model: TransformersModel, scale: float) -> Adapter:
-    """Of rank 2, of every projection, with a random B."""
+    """An adapter of rank 2, of every projection, with a random B."""
     adapter = init_adapter(model.projections, 2, 2 * scale, PARTS, 0)
     generator = torch.Generator().manual_seed(0)
     for _, b in adapter.weights.values():
@@ -155,7 +155,7 @@ def _logits(model: TransformersModel, hidden: Tensor) -> Tensor:
 
 
 def _own_logits(model: TransformersModel, tokens: list[int]) -> Tensor:
-    """Of the model's own code, attention and all [tokens, vocab]."""
+    """The logits of the code that the model came with, attention and all [tokens, vocab]."""
     with torch.no_grad(), model.as_published():
         return model.model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
 

@@ -174,7 +174,7 @@ def _training(core: WorkerCore, settings: Settings, scratch: Path) -> tuple[dict
 
 
 def _seconds(core: WorkerCore) -> float:
-    """Until the trainer has run what is queued. Raises ``RuntimeError`` for an operation that fails."""
+    """The seconds until the trainer has run its queue. Raises ``RuntimeError`` for an operation that fails."""
     began = time.perf_counter()
     while core.queue.step():
         pass

@@ -267,9 +267,8 @@ class EnvironmentHosts:
             changed.notify()
 
     async def _continuing(self, owner: str, hello: protocol.HostHello) -> set[OpenEpisode]:
-        """Of the episodes that a host has from before this process, those of its owner whose jobs have not ended.
-        Nothing is awaited between this answer and the host's registration, so that a job which ends finds them
-        there."""
+        """The episodes that a host has from before this process, of its owner's jobs that have not ended. Nothing is
+        awaited between this answer and the host's registration, so that a job which ends finds them there."""
         if not hello.episodes or (owner, hello.instance) in self.hosts:
             return set()
         unfinished = set(await self._unfinished(owner))

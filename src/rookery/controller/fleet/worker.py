@@ -142,7 +142,7 @@ class Worker:
     slow: bool = False
     """Whether it takes much longer than others to cache a version."""
     planned_roles: frozenset[str] | None = None
-    """The roles that a plan leaves it (:mod:`rookery.controller.planned`); None: all of its own."""
+    """The roles that a plan leaves it (:mod:`rookery.controller.planned`); None: all roles of its process."""
     status_message: str = ""
     """Note for the operator next to the state, such as the reason why it gets no work."""
     generated: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_HEARTBEATS))
@@ -154,7 +154,7 @@ class Worker:
 
     @property
     def roles(self) -> list[str]:
-        """The roles that it plays: its own, as far as a plan leaves them."""
+        """The roles that it plays: those of its process, as far as a plan leaves them."""
         planned = self.planned_roles
         return [role for role in self.hello.roles if planned is None or role in planned]
 

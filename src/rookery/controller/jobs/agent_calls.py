@@ -125,7 +125,7 @@ class AgentCalls:
         return most if limit is None else min(limit, most)
 
     def draw_seed(self) -> int:
-        """For the names of a reply's calls of tools; what is sampled depends on the call's number alone."""
+        """The seed of the names of a reply's calls of tools; its sampling depends on the call's number alone."""
         return derive_seed(self._seed, "call", len(self.tree.turns), len(self._numbers))
 
     def admitted(
@@ -273,7 +273,7 @@ class AgentCalls:
         return number
 
     def _models(self, policy: JobPolicy) -> list[bool]:
-        """For each reply, whether the policy's model gave it."""
+        """Whether the policy's model gave each reply."""
         return [self._job.policies[turn.policy].model == policy.model for turn in self.tree.turns]
 
     def _most_tokens(self, prepared: PreparedCall, options: CallOptions) -> int:

@@ -85,7 +85,7 @@ class GroupBuffer:
             await self._drop(orphans, "its version was lost")
 
     async def take(self, step: int, count: int) -> list[CompleteGroup]:
-        """Of the ``count`` groups that ``step`` still lacks, those to train on now: the groups that would expire first;
+        """The groups to train on now, of the ``count`` that ``step`` still lacks: the groups that would expire first;
         none while there are too few."""
         algorithm = self.policy.spec.algorithm
         while True:

@@ -113,9 +113,9 @@ async def evaluate(job: JobContext, policy: JobPolicy, version: int) -> None:
 
 
 async def held_out_prompts(job: JobContext) -> HeldOut:
-    """The same prompts at every call: those of the job's first evaluation, or those that were asked for first while
-    none is stored, since an endless split may give others each time; and by policy the fixed reply that earns most on
-    them."""
+    """The held-out prompts, at every call the same: those of the job's first evaluation, or those that were asked for
+    first while none is stored, since an endless split may give others each time; and by policy the fixed reply that
+    earns most on them."""
     first = await job.controller.store.read(first_evaluation, job.row.tenant, job.row.id)
     if first is not None:
         job.progress.held_out = None

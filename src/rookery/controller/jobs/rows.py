@@ -131,7 +131,7 @@ def _pair(chat: Chat, row: Any) -> list[list[LearnedSequence]]:
 
 
 def _shortened(one: LearnedSequence, prompt: int) -> LearnedSequence:
-    """The same sequence with a prompt of ``prompt`` tokens."""
+    """The sequence with a prompt of ``prompt`` tokens."""
     rest = one.prompt[prompt:]
     return LearnedSequence(one.prompt[:prompt], [*rest, *one.tokens], [0.0] * len(rest) + one.weights)
 

@@ -99,7 +99,7 @@ class RemotePool:
         return changed
 
     def _last_preemptible(self) -> Worker | None:
-        """Of the preemptible workers in use, the one that joined last."""
+        """The preemptible worker in use that joined last."""
         return next((worker for worker in reversed(self._used) if worker.hello.kind == "preemptible"), None)
 
     def _use(self, worker: Worker) -> None:

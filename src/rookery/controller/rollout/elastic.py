@@ -69,7 +69,7 @@ class ElasticPool:
         self._windows: dict[str, _Window] = {}
 
     def pools(self) -> list[dict[str, Any]]:
-        """For each base model with rollout workers, their number, and the wanted one, if it is known."""
+        """The number of rollout workers of each base model that has some, and the wanted one, if it is known."""
         models = dict.fromkeys(worker.hello.model for worker in self._fleet.all() if worker.working)
         bounds = (self._settings.scale_min, self._settings.scale_max) if self._settings.scale_max else (None, None)
         return [

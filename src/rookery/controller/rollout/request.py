@@ -241,8 +241,8 @@ class InflightRequest:
     """Changed by :meth:`advance` alone."""
     _assignment: Assignment | None = field(default=None, init=False)
     story: deque[tuple[Event, str, State]] = field(default_factory=lambda: deque(maxlen=STORY))
-    """Its last events: with the worker that had it, and the state that followed. Tokens after the first are no event of
-    their own."""
+    """Its last events: with the worker that had it, and the state that followed. Tokens after the first are no separate
+    event."""
     versions: set[int] = field(default_factory=set)
     """The versions under which it was given to workers: any of them may have sampled its tokens."""
     line: str = ""

@@ -130,7 +130,7 @@ class Futures:
         return known, False
 
     async def digest(self, operation: AnyOperation) -> str:
-        """The same for an operation and its repetition."""
+        """A digest that an operation and its repetition have in common."""
         return (await self._encoded(operation))[0]
 
     async def _encoded(self, operation: AnyOperation) -> tuple[str, bytes]:

@@ -139,7 +139,7 @@ class Sessions:
         await self.samplers.stop()
 
     async def watch(self) -> None:
-        """Enforce waits, for ever."""
+        """Enforce waits, until cancelled."""
         while True:
             await self._context.clock.sleep(self._context.settings.worker.heartbeat_seconds)
             self._slots.review()
@@ -150,7 +150,7 @@ class Sessions:
             self._suspend_silent()
 
     async def watch_lifetimes(self) -> None:
-        """Delete what has expired, for ever. It may be much of one tenant's: nobody's wait depends on it. A sweep that
+        """Delete what has expired, until cancelled. It may be much of one tenant's: no wait depends on it. A sweep that
         failed is tried again at the next heartbeat."""
         clock, settings, seconds = self._context.clock, self._context.settings, SWEEP_SECONDS
         while True:

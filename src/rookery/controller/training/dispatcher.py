@@ -1,7 +1,7 @@
 """Sends training operations to workers: assignment of policies, retries, durable uploads.
 
-* A policy trains on one worker at a time; when that is lost or fails for a reason of its own, as a full disk or a
-  trajectory that its memory does not hold, the next attempt goes to another worker, if there is one. A worker whose
+* A policy trains on one worker at a time; when that is lost or fails for a reason that is its alone, as a full disk or
+  a trajectory that its memory does not hold, the next attempt goes to another worker, if there is one. A worker whose
   memory never holds a policy's state is not asked for it again.
 * An uploaded artifact is durable, and its hash checked against the worker's report, before anybody learns of it.
 * An upload that no version came to name is deleted, however its step ended.
@@ -243,7 +243,7 @@ class TrainingDispatcher:
 
     def rebalance(self, policy: str, model: str) -> None:
         """``policy`` has nothing uncommitted: move it if its worker has more load than others, or may be given none
-        now. Otherwise policies that arrived while one worker was there would crowd it for ever, as after each restart,
+        now. Otherwise policies that arrived while one worker was there would stay there, as after each restart,
         and those whose reserved worker was away for a moment would stay on a preemptible one."""
         small = self._too_small.get(policy, {})
         held, load = self._holders.training(policy), self._load(self._fleet.trainers(model, small))
@@ -445,7 +445,7 @@ class TrainingDispatcher:
     @asynccontextmanager
     async def with_ticket(self, policy: str, digest: str) -> AsyncIterator[None]:
         """Within, a version of ``policy`` comes to name an artifact of :meth:`uploading`. Await nothing between the
-        two: a cancellation there would leave the artifact for ever."""
+        two: a cancellation there would leave the artifact for good."""
         async with self._collector.naming(policy, digest):
             try:
                 yield

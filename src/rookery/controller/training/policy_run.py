@@ -125,7 +125,7 @@ class PolicyRun:
 
     @property
     def logged_bytes(self) -> int:
-        """Of the operations since the last commit, in memory for a replay."""
+        """Bytes of the operations since the last commit, which are in memory for a replay."""
         data = sum(len(entry.batch) for entry in self._log if isinstance(entry, ForwardRequest))
         return OPERATION_BYTES * len(self._log) + data
 

@@ -193,7 +193,7 @@ class PolicyVersions:
         return self.ref(version) if version is not None else None
 
     def release_reference(self) -> None:
-        """Training is over; policies that follow this one may go on."""
+        """Training is over; policies that follow this one may continue."""
         self._retention = replace(self._retention, reference=None)
 
     def release(self) -> None:

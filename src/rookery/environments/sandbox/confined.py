@@ -325,8 +325,8 @@ class ProgramRun:
 
 
 def reported(report: bytes, secret: bytes) -> tuple[list[bool], Any, bool]:
-    """Of the lines that begin with ``secret``: which checks passed, in order, the value of the called function, and
-    whether all checks came to their end. The program may have written any of them."""
+    """The report in the lines that begin with ``secret``: which checks passed, in order, the value of the called
+    function, and whether all checks came to their end. The program may have written any of them."""
     passed: dict[int, bool] = {}
     value, done = None, False
     for line in report.split(b"\n"):

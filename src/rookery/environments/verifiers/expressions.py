@@ -43,7 +43,8 @@ _DOTTED = re.compile(
     r"|(?<=\d\.)\((\d{1,12})\)(?!\d))",
     re.ASCII,
 )
-"""The same with dots over the first and the last digit that repeat, or in brackets right after the point."""
+"""A decimal with digits that repeat: with dots over the first and the last digit that repeat, or in brackets right
+after the point."""
 _MICRO = re.compile(r"\\mu *\\(?:text|textrm|mathrm|mbox) ?\{ *([A-Za-z]+) *\}")
 _PER_CENT = re.compile(
     r"(?<=[\d)}])(?: |\\[,;: ])*"

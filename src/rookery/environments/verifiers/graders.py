@@ -293,10 +293,10 @@ marks, of which scripts as Devanagari make vowels, and digits."""
 
 
 def similarity(metric: str, given: str, wanted: str) -> float:
-    """From 0 to 1. ``fuzzy_match`` is twice the length of the longest common subsequence of characters over the length
-    of both texts (RapidFuzz's ``ratio``); ``rouge_N`` and ``rouge_l`` are F1 over words without punctuation (Lin 2004),
-    ``bleu`` the sentence's with add-one smoothing (Papineni et al. 2002; Lin and Och 2004), ``gleu`` that of Wu et al.
-    2016, both over words as white space divides them."""
+    """The similarity of two texts, from 0 to 1. ``fuzzy_match`` is twice the length of the longest common subsequence
+    of characters over the length of both texts (RapidFuzz's ``ratio``); ``rouge_N`` and ``rouge_l`` are F1 over words
+    without punctuation (Lin 2004), ``bleu`` the sentence's with add-one smoothing (Papineni et al. 2002; Lin and Och
+    2004), ``gleu`` that of Wu et al. 2016, both over words as white space divides them."""
     if metric == "fuzzy_match":
         both = len(given) + len(wanted)
         return 2 * _common(given, wanted) / both if both else 1.0

@@ -31,7 +31,7 @@ DASHES = "\u2010\u2011\u2012\u2013\u2212\ufe58\ufe63\uff0d"
 MAGNITUDES = "十百千万億亿兆萬億仟佰拾"
 """Characters after a number that multiply it."""
 _HANGUL_MAGNITUDES = "십백천만억조"
-"""The same directly after it; after a space they begin other words."""
+"""Characters directly after a number that multiply it; after a space they begin other words."""
 ENGLISH_MAGNITUDES = "hundred|thousand|million|billion|trillion|dozen|lakh|crore"
 """English words, in the singular, that multiply the number before them."""
 _MAGNITUDE_WORDS = (

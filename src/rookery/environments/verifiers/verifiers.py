@@ -585,7 +585,7 @@ class Judge(AnyVerifier):
     _cut: bool = PrivateAttr(False)
 
     def reading(self, finish: str) -> Judge:
-        """The same verifier for an answer that ended for this reason: ``length`` where it was cut."""
+        """This verifier for an answer that ended for this reason: ``length`` where it was cut."""
         verifier = self.model_copy()
         verifier._cut = finish == "length"
         return verifier
@@ -690,7 +690,7 @@ class Grader(AnyVerifier):
         return [one.source for one in single(self.grader) if isinstance(one, PythonGrader)]
 
     def asking(self, ask: Ask | None) -> Grader:
-        """The same verifier, whose models are asked by ``ask``."""
+        """This verifier, with models that are asked by ``ask``."""
         verifier = self.model_copy()
         verifier._ask = ask
         return verifier

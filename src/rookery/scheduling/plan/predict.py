@@ -214,8 +214,8 @@ def _trains_in_memory(machine: FleetMachine, demands: Sequence[JobDemand], state
 
 
 def _free_bytes(machine: FleetMachine, demands: Sequence[JobDemand], states: int) -> float:
-    """Of a memory that is described, without the base model and so many training states, each as large as the largest:
-    which policies train where may change. Below 0 where the states do not fit."""
+    """The bytes of a described memory that the base model and so many training states leave free. Each state counts as
+    the largest: which policies train where may change. Below 0 where the states do not fit."""
     memory, scale = machine.memory, max(demand.scale for demand in demands)
     if memory is None:
         return math.inf
@@ -371,7 +371,7 @@ class _Finish:
         )
 
     def seconds(self, episodes: float) -> float:
-        """Until so many have ended."""
+        """The time until so many episodes have ended."""
         if episodes <= 0:
             return self._offset
         return self._offset + episodes * self._prefill + interpolate(self._counts, self._seconds, episodes)

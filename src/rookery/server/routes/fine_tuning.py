@@ -124,7 +124,7 @@ async def _with_purpose(form: Form) -> AsyncIterator[bytes]:
 
 
 def _check_field(name: str, value: str) -> None:
-    """Of a form with a file. Raises :class:`UnsupportedField`."""
+    """Check a field of a form with a file. Raises :class:`UnsupportedField`."""
     if name == "file":
         how = "send it as a file of the form, as curl -F file=@PATH does"
         raise UnsupportedField(f"file: it has no file name; {how}", name)
@@ -263,7 +263,7 @@ async def _start(service: ServiceContext, tenant: str, model: str) -> Start | No
 
 
 def _job_of(target: Target) -> str:
-    """Of a version's name ``JOB@VERSION`` or ``JOB/POLICY@VERSION``."""
+    """The job of a version's name ``JOB@VERSION`` or ``JOB/POLICY@VERSION``."""
     return target.name.partition("@")[0].partition("/")[0]
 
 

@@ -62,8 +62,8 @@ async def timeline(
 async def trace(
     service: Service, owner: Owner, start: Time = None, end: Time = None, seconds: TraceSeconds = None
 ) -> Response:
-    """The same of all the time that is kept, as a trace in Chrome's JSON format, which
-    https://ui.perfetto.dev opens."""
+    """The timeline of all the time that is kept, as a trace in Chrome's JSON format, which https://ui.perfetto.dev
+    opens."""
     activity = service.controller.queries.activity
     return _file(await activity.trace(_reader(owner), *_times(service, start, end, seconds)), "rookery")
 

@@ -45,7 +45,7 @@ async def usage(
 
 @routes.get("/usage.csv", response_class=Response, responses={200: {"content": {"text/csv": {}}}})
 async def usage_csv(service: Service, owner: Owner) -> Response:
-    """The same of all jobs, for a spreadsheet."""
+    """The usage of all jobs, for a spreadsheet."""
     headers = {"Content-Disposition": 'attachment; filename="usage.csv"'}
     tenant = None if owner.role == "admin" else owner.id
     return Stream(_csv(service, tenant), media_type="text/csv; charset=utf-8", headers=headers)

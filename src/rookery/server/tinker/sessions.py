@@ -65,7 +65,7 @@ SdkVersion = Annotated[str | None, Header(alias="X-Stainless-Package-Version", m
 PROJECTS = "projects are not supported: every key sees all of its tenant's runs"
 
 AccessScope = Literal["owned", "accessible"]
-"""The same here: no other tenant's are accessible."""
+"""Whose sessions and runs are shown: both are the tenant's, since no other tenant's are accessible."""
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
@@ -335,8 +335,8 @@ async def external(
 
 
 def _checkpoint(row: CheckpointRow, sdk: str | None = None) -> dict[str, Any]:
-    """For a client with this version of the SDK. Older ones than the tested one know two types, and take everything
-    but training weights for a sampler's."""
+    """A checkpoint for a client with this version of the SDK. Older ones than the tested one know two types, and take
+    everything but training weights for a sampler's."""
     older = sdk is not None and older_than_supported(sdk)
     return {
         "checkpoint_id": f"{row.kind}/{row.name}",

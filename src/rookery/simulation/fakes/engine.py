@@ -120,7 +120,7 @@ class FakeEngine:
 
     @property
     def free_tokens(self) -> int:
-        """Of the KV cache."""
+        """Free tokens of the KV cache."""
         rows = (*self._prefilling, *self._decoding.values())
         return self.machine.cache_tokens - sum(len(row.request.prompt) + self._position(row) for row in rows)
 

@@ -73,7 +73,7 @@ class Faults:
         return content
 
     def repeats_upload(self) -> float | None:
-        """After how many seconds a file arrives a second time."""
+        """The seconds after which a file arrives a second time."""
         return None
 
     def dies(self, worker: FaultyProcess, phase: Phase) -> bool:

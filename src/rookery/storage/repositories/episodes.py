@@ -110,8 +110,8 @@ def groups_page(
 
 
 def get_group(connection: Connection, tenant: str, job: str, group: str, most: int = GROUP_BYTES) -> GroupRow:
-    """With its episodes and their texts, without those of the last ones where all have more than ``most`` bytes. Raises
-    :class:`NotFound`."""
+    """A group with its episodes and their texts, without those of the last ones where all have more than ``most``
+    bytes. Raises :class:`NotFound`."""
     row = get(connection, GroupRow, f"group {group} of job {job}", id=group, tenant=tenant, job=job)
     of_group, order = EpisodeRow.group_id == group, EpisodeRow.member
     sizes = connection.execute(select(TEXT_BYTES).where(of_group).order_by(order)).scalars()
@@ -123,7 +123,8 @@ def get_group(connection: Connection, tenant: str, job: str, group: str, most: i
 
 
 def get_episode(connection: Connection, tenant: str, job: str, episode: str) -> tuple[GroupRow, EpisodeRow]:
-    """With its texts, and its group with all of that group's episodes, without theirs. Raises :class:`NotFound`."""
+    """An episode with its texts, and its group with all of that group's episodes, without theirs. Raises
+    :class:`NotFound`."""
     row = get(connection, EpisodeRow, f"episode {episode} of job {job}", id=episode, tenant=tenant, job=job)
     group = get(connection, GroupRow, f"group {row.group_id}", id=row.group_id, tenant=tenant)
     members = select(*_BRIEF).where(EpisodeRow.group_id == group.id).order_by(EpisodeRow.member)

@@ -205,7 +205,7 @@ def base_models(connection: Connection, tenant: str) -> dict[str, str]:
 
 
 def all_unfinished_jobs(connection: Connection) -> list[JobRow]:
-    """Of every tenant, oldest first: the jobs that a starting controller takes up."""
+    """The jobs of every tenant that a starting controller takes up, oldest first."""
     return rows(connection, JobRow, JobRow.finished.is_(None), order_by=(JobRow.number,))
 
 
@@ -238,7 +238,7 @@ def _sink_mark(job: str, number: int | str) -> str:
 
 
 def unfinished_job_ids(connection: Connection, tenant: str) -> set[str]:
-    """Of a tenant, of all with an empty ``tenant``: the jobs whose episodes an environment host may still hold."""
+    """The jobs of a tenant, of all with an empty ``tenant``, whose episodes an environment host may still hold."""
     query = select(JobRow.id).where(JobRow.finished.is_(None))
     return set(connection.execute(query.filter_by(tenant=tenant) if tenant else query).scalars())
 
@@ -291,12 +291,12 @@ def save_counters(connection: Connection, job: str, counters: Mapping[str, Any],
 
 
 def policies(connection: Connection, tenant: str, job: str) -> list[PolicyRow]:
-    """By name; empty for a job that is not this tenant's."""
+    """The policies of a job by name; empty for a job that is not this tenant's."""
     return fetch_all(connection, PolicyRow, _POLICIES, {"job": job, "tenant": tenant})
 
 
 def policies_of(connection: Connection, tenant: str, jobs: Sequence[str]) -> dict[str, list[PolicyRow]]:
-    """Of these jobs of this tenant, by job, each job's by name."""
+    """The policies of these jobs of this tenant, by job, each job's by name."""
     found: dict[str, list[PolicyRow]] = {}
     for row in rows(connection, PolicyRow, PolicyRow.job.in_(jobs), tenant=tenant, order_by=(PolicyRow.name,)):
         found.setdefault(str(row.job), []).append(row)
@@ -451,12 +451,12 @@ def drop_groups(
 
 
 def open_groups(connection: Connection, job: str) -> list[GroupRow]:
-    """With episodes and their turns, by ordinal: the work that a restarted controller resumes."""
+    """The groups that a restarted controller resumes, with episodes and their turns, by ordinal."""
     return _groups_in(connection, job, "open")
 
 
 def ready_groups(connection: Connection, job: str) -> list[GroupRow]:
-    """With episodes and their trajectories, by ordinal: the groups that wait to be trained on."""
+    """The groups that wait to be trained on, with episodes and their trajectories, by ordinal."""
     return _groups_in(connection, job, "ready")
 
 

@@ -22,7 +22,7 @@ def set_secret(connection: Connection, tenant: str, name: str, value: str, creat
 
 
 def secrets(connection: Connection, tenant: str, page: Page | None = None) -> list[SecretRow]:
-    """By name."""
+    """The secrets of a tenant by name."""
     return page_of(connection, SecretRow, (SecretRow.name,), page, tenant=tenant)
 
 

@@ -79,7 +79,7 @@ def finish_session(connection: Connection, id: str, status: str, time: float) ->
 
 
 def silent_sessions(connection: Connection, before: float) -> list[SessionRow]:
-    """Of every tenant, the unfinished ones whose last heartbeat came before ``before``."""
+    """The unfinished sessions of every tenant whose last heartbeat came before ``before``."""
     return rows(connection, SessionRow, SessionRow.finished.is_(None), SessionRow.seen < before)
 
 
@@ -271,7 +271,7 @@ def checkpoint_cursor(row: CheckpointRow) -> tuple[float, str, str, str]:
 
 
 def count_checkpoints(connection: Connection, tenant: str, at: float) -> int:
-    """Without those that have expired at the time ``at``."""
+    """The number of a tenant's checkpoints, without those that have expired at the time ``at``."""
     query = select(func.count()).select_from(CheckpointRow).where(_unexpired(at)).filter_by(tenant=tenant)
     return connection.execute(query).scalar_one()
 
@@ -304,7 +304,7 @@ def expire_checkpoint(
 
 
 def expired_checkpoints(connection: Connection, time: float) -> list[CheckpointRow]:
-    """Of every tenant."""
+    """The expired checkpoints of every tenant."""
     return rows(connection, CheckpointRow, CheckpointRow.expires <= time)
 
 
@@ -339,7 +339,7 @@ def get_future(connection: Connection, tenant: str, id: str) -> FutureRow:
 
 
 def open_futures(connection: Connection) -> list[FutureRow]:
-    """Of every tenant, those without an outcome, oldest first: the calls that a starting controller takes up."""
+    """The futures of every tenant without an outcome, oldest first: the calls that a starting controller takes up."""
     return rows(connection, FutureRow, FutureRow.outcome.is_(None), order_by=(FutureRow.created, FutureRow.id))
 
 

@@ -344,7 +344,8 @@ _FIGURES = select(*(column for column in _EVALUATIONS.c if column.name != "resul
 def evaluations(
     connection: Connection, tenant: str, job: str, page: Page | None = None, answers: bool = True
 ) -> list[EvaluationRow]:
-    """By policy and version; empty for a job that is not this tenant's. ``answers``: with the prompts and answers."""
+    """The evaluations of a job by policy and version; empty for a job that is not this tenant's. ``answers``: with the
+    prompts and answers."""
     query = (select(EvaluationRow) if answers else _FIGURES).where(EvaluationRow.tenant == tenant)
     order = (EvaluationRow.policy, EvaluationRow.version)
     return paged(connection, EvaluationRow, query.where(EvaluationRow.job == job), order, page)
@@ -413,7 +414,7 @@ def empty_evaluations(connection: Connection, which: ColumnElement[bool]) -> int
 
 
 def last_evaluations(connection: Connection, tenant: str, job: str, after: int = -1) -> list[EvaluationRow]:
-    """Of each policy the last of :func:`evaluations`, of a version later than ``after``, without the answers."""
+    """The last of each policy's :func:`evaluations`, of a version later than ``after``, without the answers."""
     of_job = (EvaluationRow.tenant == tenant, EvaluationRow.job == job)
     newest = select(EvaluationRow.policy, func.max(EvaluationRow.version).label("version"))
     last = newest.where(*of_job, EvaluationRow.version > after).group_by(EvaluationRow.policy).subquery()

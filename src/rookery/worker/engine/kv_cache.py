@@ -103,7 +103,7 @@ class SegmentStore:
 
     @property
     def bytes(self) -> int:
-        """Of all segments, retained ones included."""
+        """The bytes of all segments, retained ones included."""
         return (self.used_tokens + self._retained_tokens) * self.token_bytes
 
     @property

@@ -294,7 +294,7 @@ class EngineRequest:
 
     @cached_property
     def shared_hash(self) -> int:
-        """Of :attr:`shared_tokens`, which are long."""
+        """The hash of :attr:`shared_tokens`, which are long."""
         return hash(self.shared_tokens)
 
     @property

@@ -119,8 +119,8 @@ class _Rows:
         self._capacity = np.array([slot.capacity for slot in slots])
 
     def at(self, slot: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of tokens [n] in slots [n]: their rows in the first layer, and the distance to the next layer's, both
-        [kv_heads, n]."""
+        """The rows of tokens [n] in slots [n] in the first layer, and the distance to the next layer's, both [kv_heads,
+        n]."""
         capacity = self._capacity[slot]
         rows = self._first[slot] + self._heads * capacity + token
         return rows, np.tile(capacity * len(self._heads), (len(self._heads), 1))

@@ -244,7 +244,7 @@ class SloGate:
         return allowed
 
     def demand(self, tracked: Iterable[TrackedRequest]) -> Demand:
-        """Of these requests, but those of tenants beyond their share."""
+        """The demand of these requests, but for those of tenants beyond their share."""
         counted = [held for held in tracked if held.tenant not in self.beyond]
         waiting = [held for held in counted if held.prefill]
         decoding = [held for held in counted if not held.prefill]
@@ -272,7 +272,7 @@ class SloGate:
         return ", ".join([f"the gate tracks {count_of(len(self.tracked), 'request')}", *tokens, *waits])
 
     def least_slack(self) -> float:
-        """Of the last second, in seconds; 0 if there was no decision."""
+        """The least slack of the last second, in seconds; 0 if there was no decision."""
         since = self.clock() - SLACK_SECONDS
         return min((left for at, left in self._slacks if at > since and math.isfinite(left)), default=0.0)
 

@@ -106,8 +106,8 @@ def uses_amx(dtype: torch.dtype, device: torch.device | str) -> bool:
 
 
 def contraction_chunks(depth: int, dtype: torch.dtype, device: torch.device | str) -> list[int]:
-    """In which pieces a contraction of this depth is exact, in order. The first ones do not depend on how many follow,
-    so zeros behind a contraction change nothing."""
+    """The pieces in which a contraction of this depth is exact, in order. The first ones do not depend on how many
+    follow, so zeros behind a contraction change nothing."""
     if depth <= TILE_DEPTH or not uses_amx(dtype, device):
         return [depth]
     rest = depth % TILE_DEPTH
@@ -127,8 +127,8 @@ def chunked_matmul(x: Tensor, pieces: Sequence[Tensor]) -> Tensor:
 
 
 def exact_rows(dtype: torch.dtype, rows: int, *products: tuple[int, int]) -> int:
-    """With how many rows, at least ``rows``, every product [rows, inner] x [inner, outer] is exact; ``products`` are
-    (inner, outer). Other types have no rule."""
+    """The number of rows, at least ``rows``, with which every product [rows, inner] x [inner, outer] is exact;
+    ``products`` are (inner, outer). Other types have no rule."""
     if dtype == torch.float32:
         return -(-rows // _BLOCK) * _BLOCK
     if dtype == torch.bfloat16:
@@ -155,7 +155,8 @@ def key_capacity(length: int) -> int:
 
 
 def exact_key_capacity(dtype: torch.dtype, length: int) -> int:
-    """The same without those at which a contraction over the keys is cut where that of another capacity is not."""
+    """The capacity of :func:`key_capacity`, without those at which a contraction over the keys is cut where that of
+    another capacity is not."""
     size = key_capacity(length)
     for depth in _DEPTHS if dtype == torch.float32 else ():
         if depth < size < 2 * depth:

@@ -88,12 +88,13 @@ class DecoderConfig:
 
     @classmethod
     def read(cls, folder: Path) -> DecoderConfig:
-        """Of the model in ``folder``. Raises ``UserError``."""
+        """The configuration of the model in ``folder``. Raises ``UserError``."""
         return cls.from_hf(json.loads(config_path(folder).read_text(encoding="utf-8")))
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> DecoderConfig:
-        """From the dictionary in ``config.json`` (either generation of RoPE fields). Raises ``UserError``."""
+        """The configuration in the dictionary in ``config.json`` (either generation of RoPE fields). Raises
+        ``UserError``."""
         family = raw.get("model_type", "")
         if family not in NATIVE_MODEL_TYPES:
             raise UserError(f"model_type {family!r} is not supported; supported: {', '.join(NATIVE_MODEL_TYPES)}")

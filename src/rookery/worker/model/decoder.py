@@ -129,8 +129,8 @@ class Decoder:
         *,
         pack: bool = False,
     ) -> Decoder:
-        """From a prepared model folder. On CPU, in the file's own dtype, the weights stay mapped and are shared between
-        processes; packed copies of them are not."""
+        """The decoder of a prepared model folder. On CPU, in the file's own dtype, the weights stay mapped and are
+        shared between processes; packed copies of them are not."""
         config = DecoderConfig.read(folder)
         dtype = dtype or best_dtype(device)
         with safe_open(folder / WEIGHTS, framework="pt", device=str(device)) as file:
@@ -167,7 +167,7 @@ class Decoder:
         return lora(i, "o", h, y) if lora is not None else y
 
     def mlp(self, i: int, h: Tensor, lora: LoraProduct | None) -> Tensor:
-        """The same for block ``i``'s MLP."""
+        """Block ``i``'s MLP for the residual stream; ``h`` [tokens, hidden] is its normalised input."""
         w = self.layers[i]
         y = w.gate_up(h)
         if lora is not None:

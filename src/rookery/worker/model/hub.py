@@ -74,7 +74,7 @@ def bounded_requests(seconds: float = SECONDS) -> Iterator[None]:
         watch.answered(response)
 
     def with_usual(event: str, hook: Any) -> list[Any]:
-        """Without those of an earlier call here."""
+        """The usual hooks and this one, without those of an earlier call here."""
         return [*(one for one in usual.event_hooks[event] if getattr(one, "__module__", "") != __name__), hook]
 
     hooks: Any = {"request": with_usual("request", sending), "response": with_usual("response", answered)}

@@ -66,7 +66,7 @@ def read_published(folder: Path) -> dict[str, Tensor]:
 
 
 def _published_names(config: DecoderConfig) -> dict[str, list[str]]:
-    """By each fused weight its parts in order of the rows, as a ``…ForCausalLM`` state dict names them."""
+    """The parts of each fused weight in order of the rows, as a ``…ForCausalLM`` state dict names them."""
     names = {"embed": ["model.embed_tokens.weight"], "norm": ["model.norm.weight"]}
     if not config.tied:
         names["head"] = ["lm_head.weight"]

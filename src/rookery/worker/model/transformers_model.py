@@ -203,7 +203,7 @@ class TransformersModel:
     def load(
         cls, folder: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> TransformersModel:
-        """From a prepared folder, or one with weights in the published layout. Raises ``UserError``."""
+        """The model of a prepared folder, or one with weights in the published layout. Raises ``UserError``."""
         transformers.utils.logging.disable_progress_bar()  # a worker's log is no terminal
         source = published(folder) if (folder / PREPARED).is_file() else folder
         try:

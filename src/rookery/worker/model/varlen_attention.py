@@ -39,7 +39,7 @@ class SequenceBounds:
 
     @classmethod
     def from_lengths(cls, queries: list[int], keys: list[int], device: torch.device | str) -> SequenceBounds:
-        """From the numbers of queries and of keys of each sequence."""
+        """The bounds from the numbers of queries and of keys of each sequence."""
         starts = [list(accumulate(counts, initial=0)) for counts in (queries, keys)]
         both = torch.tensor(starts, dtype=torch.int32, device=device)
         return cls(both[0], both[1], queries, keys)

@@ -52,7 +52,7 @@ class TokenLogprobs:
     soft_gradient: Callable[[Tensor], Tensor] | None = None
 
     def gradient(self, d_logp: Tensor) -> Tensor:
-        """From d loss / d logp [n] to d loss / d hidden, in the rows of hidden that were given. Once: it overwrites
+        """d loss / d hidden from d loss / d logp [n], in the rows of hidden that were given. Once: it overwrites
         ``slopes``."""
         if self.soft_gradient is not None:
             return self.soft_gradient(d_logp)

@@ -113,7 +113,7 @@ def run_pass(backbone: Backbone, items: Sequence[PassItem]) -> int:
 def _scores(
     backbone: Backbone, hidden: Tensor, batch: PackedBatch, temperatures: Tensor | None, *, derivatives: bool
 ) -> TokenLogprobs:
-    """Of the batch's loss tokens, from the output of all its rows."""
+    """The scores of the batch's loss tokens, from the output of all its rows."""
     if temperatures is not None and batch.soft is not None:
         temperatures = temperatures[batch.soft.heads]
     rows = hidden[batch.predictors]
@@ -121,7 +121,7 @@ def _scores(
 
 
 def _by_item(items: Sequence[PassItem], of_groups: Sequence[tuple[int, int]]) -> list[slice]:
-    """From (start, stop) of groups to slices of items."""
+    """Slices of items, from (start, stop) of groups."""
     slices, at = [], 0
     for item in items:
         own = of_groups[at : at + len(item.groups)]
@@ -133,7 +133,7 @@ def _by_item(items: Sequence[PassItem], of_groups: Sequence[tuple[int, int]]) ->
 def _temperatures(
     items: Sequence[PassItem], loss_rows: Sequence[slice], count: int, device: torch.device
 ) -> Tensor | None:
-    """Of the loss tokens, [count]; None if all are 1, which saves the division of their logits."""
+    """The temperatures of the loss tokens, [count]; None if all are 1, which saves the division of their logits."""
     if all(item.queued.op.temperature == 1.0 for item in items):
         return None
     temperatures = torch.empty(count, device=device)

@@ -172,7 +172,7 @@ class AdapterExport:
 
     @classmethod
     def read(cls, folder: Path, model: Projections) -> AdapterExport:
-        """From a PEFT folder, with the optimizer's state if it is there. Raises ``UserError``."""
+        """The adapter of a PEFT folder, with the optimizer's state if it is there. Raises ``UserError``."""
         adapter, moments, step = read_adapter(folder, model), {}, 0
         path = folder / STATE_FILE
         if path.exists():

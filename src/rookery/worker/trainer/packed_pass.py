@@ -37,9 +37,9 @@ class PolicyRows:
 
 @dataclass(frozen=True)
 class PassLimits:
-    """In tokens. ``resident_tokens``: the longest batch whose activations are kept. ``max_tokens``: the longest batch
-    that is computed at all. ``copied_key_share``: memory of a key that attention copies for one more sequence, as a
-    share of a token's."""
+    """The limits of a pass, in tokens. ``resident_tokens``: the longest batch whose activations are kept.
+    ``max_tokens``: the longest batch that is computed at all. ``copied_key_share``: memory of a key that attention
+    copies for one more sequence, as a share of a token's."""
 
     resident_tokens: int
     max_tokens: int
@@ -74,7 +74,8 @@ class Backbone(Protocol):
         ...
 
     def forward(self, batch: PackedBatch, policies: Sequence[PolicyRows], *, recompute: bool) -> BackwardPass:
-        """With ``recompute``, layers are computed again in the backward pass instead of being kept."""
+        """A pass that can be gone through backwards. With ``recompute``, layers are computed again in the backward pass
+        instead of being kept."""
         ...
 
     def logprobs(
@@ -86,8 +87,8 @@ class Backbone(Protocol):
         derivatives: bool,
         soft: SoftTargets | None = None,
     ) -> TokenLogprobs:
-        """Of ``targets`` [n] int64 after ``hidden`` [n, hidden]; ``temperatures`` [n] float32, None: all 1. With
-        ``soft``, hidden and temperatures have an entry for each of its runs."""
+        """The log-probabilities of ``targets`` [n] int64 after ``hidden`` [n, hidden]; ``temperatures`` [n] float32,
+        None: all 1. With ``soft``, hidden and temperatures have an entry for each of its runs."""
         ...
 
 

@@ -267,7 +267,7 @@ class PackedTrainer(Trainer):
         return group.split(max_tokens, self._limits.max_tokens, self._limits.copied_key_share)
 
     def _reserved_bytes(self) -> int:
-        """Of the copies that queued commits will make."""
+        """The bytes of the copies that queued commits will make."""
         commits = [op.policy for op in self.queue.all() if isinstance(op, protocol.OptimStep) and op.upload]
         states = [held.state for policy in commits if (held := self.held.get(policy)) is not None]
         return EXPORT_BYTES * sum(state.masters.numel() for state in states)

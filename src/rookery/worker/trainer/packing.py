@@ -121,7 +121,7 @@ class PackedGroup:
         return self._memory(self.tokens, len(self.tails), copied_key_share) + targets
 
     def _memory(self, tokens: int, members: int, copied_key_share: float) -> float:
-        """The same for a piece with this many ``tokens`` and ``members``."""
+        """The memory of a piece with this many ``tokens`` and ``members``."""
         return tokens + (copied_key_share * len(self.prompt) * members if members > 1 else 0.0)
 
     @classmethod

@@ -34,7 +34,8 @@ IDLE_SECONDS = 1.0
 """A state without an operation for this long may be evicted."""
 
 IDLE_GRADIENT_SECONDS = 5.0
-"""The same for a state with a gradient, which would have to be computed again."""
+"""A state with a gradient and without an operation for this long may be evicted: the gradient is then computed
+again."""
 
 IDLE_STATES = 128
 """States that nothing uses are evicted above this number even where there is room, and so are offloaded ones: nothing

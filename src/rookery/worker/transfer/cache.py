@@ -152,7 +152,7 @@ class AdapterCache:
                 self._locks[digest] = lock
 
     def retain(self, hashes: Iterable[str]) -> None:
-        """Of these artifacts this worker is the last reserved holder: all processes of the machine evict them last.
+        """This worker is the last reserved holder of these artifacts: all processes of the machine evict them last.
         Replaces the set given before."""
         self._retained = frozenset(hashes)
         with suppress(OSError):  # such as a full disk: other processes do not know them
@@ -345,7 +345,7 @@ class CacheEvents:
 
 
 def sha256(path: Path) -> str:
-    """Of a file, in hex."""
+    """The hash of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

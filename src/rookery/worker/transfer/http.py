@@ -104,7 +104,7 @@ class RunningHash:
             self._size += len(block)
 
     def digest(self, size: int) -> str | None:
-        """In hex, of a file of ``size`` bytes; None if it has not seen all of them."""
+        """The hash of a file of ``size`` bytes, in hex; None if it has not seen all of them."""
         return self._hash.hexdigest() if self._size == size else None
 
 

@@ -284,7 +284,7 @@ def _delete(task: asyncio.Task[Path | None]) -> None:
 
 
 def _first_byte(range: str) -> int:
-    """Of a request's ``Range`` header, which a worker sends as ``bytes=N-``; 0 without one."""
+    """The first byte of a request's ``Range`` header, which a worker sends as ``bytes=N-``; 0 without one."""
     found = re.fullmatch(r"bytes=(\d{1,15})-", range, re.ASCII)
     return int(found[1]) if found else 0
 

@@ -86,7 +86,7 @@ def _probe(model: TransformersModel, length: int) -> DynamicCache:
 
 
 def cache_bytes(contents: Any) -> int:
-    """Of the tensors in a cache, or in a part of it."""
+    """The bytes of the tensors in a cache, or in a part of it."""
     if isinstance(contents, DynamicCache):
         return sum(cache_bytes(list(vars(layer).values())) for layer in contents.layers)
     if isinstance(contents, dict | list | tuple):
@@ -120,7 +120,7 @@ class SequenceRunner(BaseRunner):
         return torch.cat(hidden), torch.tensor(counts, device=self._decoder.device).cumsum(0) - 1
 
     def _cache(self, chunk: SequenceChunk) -> DynamicCache:
-        """Of the tokens before the chunk."""
+        """The cache of the tokens before the chunk."""
         if chunk.start == 0:
             shared = chunk.prefix_slot
             self._caches[chunk.slot] = (

@@ -284,7 +284,7 @@ class Admission:
                     self._preempt(self._youngest())
 
     def room_after(self, request: EngineRequest, count: int) -> int:
-        """For how many tokens, at most ``count``, there is room after the next one of a running request, without
+        """The tokens, at most ``count``, for which there is room after the next one of a running request, without
         another being preempted or a retained segment evicted."""
         slot = self._store.resize(request.slot, request.tail_length + count, evict=False)
         request.slot = slot or request.slot

@@ -1,4 +1,4 @@
-"""Drafts for speculative decoding: what a text may go on with, from the texts of its group.
+"""Drafts for speculative decoding: what a text may continue with, from the texts of its group.
 
 Promises:
 
@@ -84,7 +84,7 @@ class SuffixIndex:
         return end
 
     def draft(self, state: int, most: int) -> list[tuple[int, int, float]]:
-        """Up to ``most`` tokens with which a text in ``state`` may go on: what followed its longest suffix that was
+        """Up to ``most`` tokens with which a text in ``state`` may continue: what followed its longest suffix that was
         followed by anything, most often. Each with the tokens matched before it, and its share of what followed."""
         draft: list[tuple[int, int, float]] = []
         matched = self._length[state]
@@ -164,11 +164,11 @@ class Speculator:
     ) -> None:
         self._max_states, self._max_idle, self._at_once = max_states, max_idle, at_once
         self._modes = [(costs(), account()) for _ in range(2)]
-        """Of steps with all cores, and of those beside training."""
+        """The costs and the account of steps with all cores, and of those next to training."""
         self._groups: dict[tuple[str, ...], _GroupTexts] = {}
-        """With requests here; by policy and name, or by the request that has no group."""
+        """Groups with requests here; by policy and name, or by the request that has no group."""
         self._idle: dict[tuple[str, ...], _GroupTexts] = {}
-        """Without, the longest idle first."""
+        """Groups without requests here, the longest idle first."""
         self._acceptance: LRUCache[tuple[str, bool], Acceptance] = LRUCache(256)
         """By policy, and whether the request has a group."""
         self.unread = 0
@@ -178,7 +178,7 @@ class Speculator:
 
     @property
     def states(self) -> int:
-        """Of all indexes."""
+        """The states of all indexes."""
         return sum(len(group.index) for group in (*self._groups.values(), *self._idle.values()))
 
     def begin(self, request: EngineRequest) -> None:
@@ -242,7 +242,7 @@ class Speculator:
         account.observe(rows, tokens, positions - rows, seconds, looking, others=others)
 
     def _grow(self, groups: Sequence[_GroupTexts]) -> int:
-        """Indexes what their texts have become, ``at_once`` tokens at most, those that go on first. Returns the number
+        """Index what their texts have become, ``at_once`` tokens at most, those that continue first. Returns the number
         of tokens."""
         left = self._at_once
         for group in groups:
@@ -258,7 +258,8 @@ class Speculator:
         return self._at_once - left
 
     def _draft(self, row: EngineRequest) -> list[tuple[int, int, float]]:
-        """From the texts as far as they are indexed, after the row's draft before was compared with its text."""
+        """The draft from the texts as far as they are indexed, after the row's draft before was compared with its
+        text."""
         group = self._groups[_key(row)]
         text = group.live[row.params.request]
         self._compare(row, text)
@@ -298,7 +299,7 @@ def accepted_tokens(draft: Sequence[int], sampled: Sequence[int]) -> int:
 
 
 def _index(index: SuffixIndex, text: _Text, most: int) -> int:
-    """At most so many of the tokens since the last call. Returns their number."""
+    """Index at most so many of the tokens since the last call. Returns their number."""
     began, end = text.indexed, min(len(text), text.indexed + most)
     for at in range(began, end):
         if at < len(text.prompt):

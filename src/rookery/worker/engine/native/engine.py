@@ -66,7 +66,7 @@ PREFILL_TOKENS = 512
 the slice takes about as long as a few decode steps."""
 
 GPU_PREFILL_TOKENS = 4096
-"""The same on a GPU, where a slice must outlast the launches of its kernels."""
+"""Prompt tokens of one slice on a GPU, where it must outlast the launches of its kernels."""
 
 PREFILL_KEYS = 1 << 17
 """Cached tokens that the requests of a slice attend to, a shared prompt counted for each: a GPU's prefill copies them,
@@ -379,7 +379,7 @@ class NativeEngine:
         return chosen
 
     def _late(self, row: EngineRequest) -> int:
-        """By how many decode steps the row was left out for longer than rows may be."""
+        """The decode steps by which the row was left out for longer than rows may be."""
         return max(0, int(self.stats["decode_steps"]) - PATIENCE - row.sampled_at)
 
     # --- prefill ----------------------------------------------------------------------------------------------------
@@ -500,8 +500,8 @@ class NativeEngine:
         return rows
 
     def _drafts(self, rows: Sequence[EngineRequest], *, others: bool) -> list[list[int]]:
-        """Of each row, with room for their keys and values in its slot; none while the gate counts rows. ``others``:
-        further requests are here."""
+        """The drafts of each row, with room for their keys and values in its slot; none while the gate counts rows.
+        ``others``: further requests are here."""
         if self._speculator is None or self.gate.tracked:
             return [[] for _ in rows]
         context = self.limits.max_context

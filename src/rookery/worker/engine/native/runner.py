@@ -63,7 +63,7 @@ class KernelRunner(DenseRunner):
 
 
 def _doubled_groups(streams: Sequence[SequenceChunk]) -> list[tuple[str, int]]:
-    """The same with a lone token doubled (``batch_invariance``)."""
+    """The groups of the streams by adapter, with a lone token doubled (``batch_invariance``)."""
     groups = adapter_groups(streams)
     return groups if sum(count for _, count in groups) > 1 else [(groups[0][0], 2)]
 
@@ -79,7 +79,7 @@ def best_runner(
     """The runner of the decoder's device. The pool needs the fused kernels: without them, every row's keys are gathered
     at the length of the longest. On a CPU, ``compiled`` allows those of ``kernels``, whose code is cached
     under ``cache``."""
-    assert isinstance(decoder, Decoder), "other models need a runner of their own"
+    assert isinstance(decoder, Decoder), "other models need another runner"
     if device.fuses(decoder.device, decoder.dtype):
         return CudaGraphRunner(decoder, loras, kv_budget_bytes)
     runner = KernelRunner if compiled and kernels.usable(decoder, cache) else DenseRunner

@@ -170,7 +170,7 @@ class VllmEngine:
 
     @property
     def gap(self) -> float:
-        """Of the attached adapters, the largest mean difference between this engine's log-probabilities and their
+        """The largest mean difference, of the attached adapters, between this engine's log-probabilities and their
         trainer's on the canary, in nats per token."""
         return max(self._gaps.values(), default=0.0)
 

@@ -233,6 +233,6 @@ class PolicyShard:
 
 
 def _loss_columns(sequences: Sequence[protocol.Datum]) -> list[list[Sequence[float]]]:
-    """In the order of a loss's arguments."""
+    """The columns in the order of a loss's arguments."""
     columns = ([getattr(s, name) for s in sequences] for name in ("logprobs", "advantages", "weights"))
     return [[protocol.floats(values) for values in column] for column in columns]

@@ -108,8 +108,8 @@ class _Plan:
             out.index_copy_(0, self.prefix_rows, out.index_select(0, self.prefix_rows).add_(shared))
 
     def probabilities(self, q: Tensor, k: Tensor, part: slice, start: int, window: int) -> Tensor:
-        """Of q [part, query rows, head_dim] from token ``start`` on, over k [part, keys up to theirs, head_dim], in
-        their dtype."""
+        """The probabilities of q [part, query rows, head_dim] from token ``start`` on, over k [part, keys up to theirs,
+        head_dim], in their dtype."""
         if len(self.cuts) == 1:
             if window not in self._masks:
                 self._masks[window] = self._mask(0, self.tail, window)
@@ -175,20 +175,20 @@ class _Plans:
         return whole, [x.view(plan.batch, -1, x.shape[-1]) for x, plan in zip(parts, self.blocks, strict=True)]
 
     def queries(self, whole: Tensor, shape: torch.Size) -> Tensor:
-        """From a buffer to [tokens, heads, head_dim]."""
+        """The queries of a buffer, [tokens, heads, head_dim]."""
         return whole.view(self.size_q, -1).index_select(0, self.inverse_q).view(shape)
 
     def keys(self, whole: Tensor, parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        """From a buffer to [tokens, kv_heads, head_dim], with the prefixes' sums added."""
+        """The keys of a buffer, [tokens, kv_heads, head_dim], with the prefixes' sums added."""
         out = whole.index_select(0, self.inverse_k)
         for plan, part in zip(self.blocks, parts, strict=True):
             plan.add_prefix(out, part)
         return out.view(shape)
 
     def gradients(self, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
-        """By q, k and v, from the output's ``d_out`` [tokens, heads, head_dim]. Scores and probabilities are at least
-        float32 here, as in the kernels' forward pass: scores of 40 that are rounded to bfloat16 make probabilities
-        wrong by up to an eighth, and the gradients by some percent."""
+        """The gradients by q, k and v, from the output's ``d_out`` [tokens, heads, head_dim]. Scores and probabilities
+        are at least float32 here, as in the kernels' forward pass: scores of 40 that are rounded to bfloat16 make
+        probabilities wrong by up to an eighth, and the gradients by some percent."""
         scale, wide = q.shape[-1] ** -0.5, torch.promote_types(q.dtype, torch.float32)
         whole_q, parts_q = self.buffers(q)
         whole_k, parts_k = self.buffers(k, keys=True)
@@ -286,7 +286,7 @@ class ChunkedAttention:
         return _ChunkedAttention.apply(q, k, v, self._plans, self._windows[layer])
 
     def gradients(self, layer: int, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """By q, k and v, of an output whose gradient is ``d_out`` [tokens, heads, head_dim]."""
+        """The gradients by q, k and v, of an output whose gradient is ``d_out`` [tokens, heads, head_dim]."""
         return self._plans.gradients(q, k, v, d_out, self._windows[layer])
 
 

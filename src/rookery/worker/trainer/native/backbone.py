@@ -49,8 +49,8 @@ def pass_limits(config: DecoderConfig, itemsize: int, memory_bytes: float) -> Pa
 
 
 def limits_for(decoder: Decoder, memory_bytes: float = math.inf) -> PassLimits:
-    """For passes whose activations take ``memory_bytes``; without it batches of any length are computed. On a CPU
-    attention copies no keys."""
+    """The limits of passes whose activations take ``memory_bytes``; without it batches of any length are computed. On a
+    CPU attention copies no keys."""
     limits = PassLimits(sys.maxsize, sys.maxsize)
     if memory_bytes < math.inf:
         limits = pass_limits(decoder.config, decoder.dtype.itemsize, memory_bytes)

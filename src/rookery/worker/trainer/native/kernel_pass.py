@@ -110,7 +110,7 @@ class KernelPass:
         return d_x
 
     def _attention_gradient(self, i: int, values: LayerValues, d_out: Tensor) -> Tensor:
-        """From the gradient by attention's output to that by the projections before it."""
+        """The gradient by the projections before attention, from that by its output."""
         plain = self._decoder.layers[i].q_norm is None
         with torch.set_grad_enabled(not plain):
             qkv = values.qkv.requires_grad_(not plain)
