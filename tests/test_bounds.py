@@ -217,7 +217,7 @@ def test_an_unbounded_field_is_found() -> None:
     assert {line.partition(":")[0] for line in problems_of(LooseStruct)} == {"LooseStruct.data", "LooseStruct.texts[]"}
 
 
-def test_the_walk_finds_what_every_part_of_the_service_reads() -> None:
+def test_the_walk_finds_the_values_that_every_part_of_the_service_reads() -> None:
     found = {model.__name__ for model in SCHEMAS}
     assert {
         "JobSpec", "PolicySpec", "NewTenant", "ChatRequest", "ResponsesRequest", "TokenRequest", "EpisodeChat",

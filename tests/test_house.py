@@ -662,7 +662,7 @@ def exists(reference: str, where: Path) -> bool:
 
 
 @pytest.mark.parametrize("folder", ["src/rookery", "tests", "benchmarks"])
-def test_docstrings_refer_to_what_exists(folder: str) -> None:
+def test_docstrings_refer_to_existing_names(folder: str) -> None:
     wrong = {
         f"{path.relative_to(ROOT)}: {reference}"
         for path, text in sources(ROOT / folder).items()

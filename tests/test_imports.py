@@ -63,6 +63,6 @@ def test_the_command_line_starts_without_the_server() -> None:
     assert not loaded & {*HEAVY, "fastapi", "uvicorn", "sqlalchemy"}
 
 
-def test_nothing_imports_the_service_but_what_runs_one() -> None:
+def test_only_modules_that_run_a_service_import_it() -> None:
     rooms = "rookery.controller.controller, rookery.client, rookery.environments.host, rookery.cluster.local"
     assert not {name for name in loaded_by(f"import {rooms}") if name.startswith("rookery.server")}

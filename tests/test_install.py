@@ -43,7 +43,7 @@ def link(distributions: Iterable[Distribution], site: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_the_packaged_model_is_made_ready_with_what_make_install_brings(tmp_path: Path) -> None:
+def test_the_packaged_model_is_made_ready_with_the_packages_of_make_install(tmp_path: Path) -> None:
     _, _, rule = (ROOT / "Makefile").read_text(encoding="utf-8").partition("$(VENV)/.installed:")
     extras = re.search(r"--editable '\.\[(.+?)\]'", rule)
     assert extras is not None

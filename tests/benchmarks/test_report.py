@@ -97,7 +97,7 @@ def test_nothing_is_judged_without_rows(judge: Any) -> None:
 
 
 @pytest.mark.parametrize(("planned", "expected"), [(1.2, ("1.25", True)), (1.0, ("1.04", False))])
-def test_lanes_are_judged_by_rounds_and_say_what_turns_sum_to(planned: float, expected: tuple[str, bool]) -> None:
+def test_lanes_are_judged_by_rounds_and_report_the_sum_of_turns(planned: float, expected: tuple[str, bool]) -> None:
     turns, auto = ([value * noise for noise in (0.5, 1.0, 2.0)] for value in (0.96, planned))
     figures = {"64 rows, turns: rates, summed": turns, "64 rows, auto: rates, summed": auto}
     found = bars.lanes({name: Row(name, values, "") for name, values in figures.items()})[0]

@@ -489,7 +489,7 @@ def test_models_and_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> No
     [("DATABASE", "mysql://x"), ("JUDGES", "x"), ("SINKS", "x"), ("VERIFIERS", "/no/x"), ("GAMES", "/no/x"),
      ("PLAN", "/no/plan.yaml")],
 )  # fmt: skip
-def test_doctor_finds_what_a_service_refuses(
+def test_doctor_finds_settings_that_a_service_refuses(
     alone: Path, capsys: pytest.CaptureFixture[str], name: str, value: str
 ) -> None:
     assert call("serve", **{f"ROOKERY_{name}": value}) == 2

@@ -98,7 +98,7 @@ def test_a_slow_link_to_the_service_takes_its_time_in_a_simulation() -> None:
     assert seconds[1] - seconds[0] == pytest.approx(pull, rel=0.1)
 
 
-def test_plan_refuses_what_it_cannot_plan_in_one_line(
+def test_plan_refuses_in_one_line_files_that_it_cannot_plan(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fleet, job = files
@@ -178,7 +178,7 @@ def test_a_job_that_samples_nothing_has_no_plan() -> None:
         demands_of(parse_job(JOB | rows), None, 0.6, 64, 0.0)
 
 
-def test_plan_refuses_what_it_does_not_count(
+def test_plan_refuses_jobs_and_machines_that_it_does_not_count(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fleet, job = files

@@ -236,7 +236,7 @@ SAME_MODEL = {"main": {"rank": 4, "targets": ["q"], "base_model": "Qwen/Qwen3-0.
         ({"policies": SAME_MODEL}, ["policies"]),
     ],
 )
-def test_differences_of_jobs_are_those_of_what_runs(
+def test_differences_of_jobs_are_those_of_their_runs(
     client: Client, changes: dict[str, Any], differing: list[str]
 ) -> None:
     first = client.submit(job(name="first"))

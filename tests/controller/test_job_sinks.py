@@ -248,7 +248,7 @@ def test_sinks_that_cannot_be_used_are_refused_in_a_line(client: httpx.Client, s
 
 
 @pytest.mark.parametrize("text", ["team", "=http://a", "team=a", "team=http://a B C", "team=http://u:p@a"])
-def test_a_wrong_setting_is_refused_with_what_is_allowed(text: str) -> None:
+def test_a_wrong_setting_is_refused_with_the_allowed_values(text: str) -> None:
     with pytest.raises(UserError, match="ROOKERY_SINKS"):
         parse_sinks(text)
 

@@ -323,7 +323,7 @@ async def test_further_base_model_waits_for_one_in_use_or_is_refused(service: Se
     await service.pass_until(lambda: second.id in service.controller.jobs.runners)
 
 
-async def test_full_store_refuses_what_would_be_stored(service: Service) -> None:
+async def test_full_store_refuses_new_artifacts(service: Service) -> None:
     await join(service)
     await service.host().join()
     alice = await Client(service).begin()

@@ -159,7 +159,7 @@ def test_the_run_is_the_one_that_the_client_of_weights_and_biases_makes(tmp_path
     assert paths <= {path for path, _ in stub.seen}
 
 
-def test_tensorboard_reads_what_a_job_writes_for_it(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_events_of_a_job(tmp_path: Path) -> None:
     with served(tmp_path) as service, client_of(service) as client, ThreadedWorker.of(service):
         id = submitted(client, evaluation={"prompts": 2})
         with Client(service.url, service.key) as opened:

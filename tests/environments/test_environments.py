@@ -305,7 +305,7 @@ def test_a_question_that_is_blank_is_refused(blank: str) -> None:
         assert len(read_jsonl(json.dumps({"messages": messages}).encode())) == 1
 
 
-def test_rows_leave_room_for_what_a_judge_reads() -> None:
+def test_rows_leave_room_for_the_prompt_of_a_judge() -> None:
     """A task of an agent, and a conversation to learn from, are no answer of an environment: they may be longer."""
     rows = [{"messages": [user("a")] * count, "answer": "b"} for count in (253, 254)]
     Jsonl(JsonlOptions.model_validate({"verifier": "exact", "rows": rows[:1]}))

@@ -76,7 +76,7 @@ def played(replies: list[str], seed: int = 0, prompt: int = 0, **options: Any) -
         (["the answer is ANSWER or 1"], 0.0),
     ],
 )
-def test_a_right_answer_earns_what_its_calls_leave(replies: list[str], reward: float) -> None:
+def test_a_right_answer_earns_the_reward_that_its_calls_leave(replies: list[str], reward: float) -> None:
     earned, metrics, turns = played(replies)
     assert (earned, turns) == (pytest.approx(reward), len(replies))
     assert metrics["right"] == float(reward > 0)
@@ -121,7 +121,7 @@ def test_responses_are_drawn_from_the_seed_with_the_accuracy_of_the_table() -> N
         assert results == [played(["call_half()"], seed=seed, prompt=number, **options)[0] for seed in range(200)]
 
 
-def test_yardsticks_equal_what_scripted_routers_earn() -> None:
+def test_yardsticks_equal_the_rewards_of_scripted_routers() -> None:
     """Over the seeds, the mean reward of a scripted router is its expected one."""
     environment: Any = find("xrouter")({"answer": "last", "prompts": 60})
     options, prompts = XRouterOptions(answer="last", prompts=60), list(environment.prompts("train"))

@@ -568,7 +568,7 @@ def test_message_that_was_not_answered_can_be_sent_again(page: Any, town: Town) 
     page.wait_for_selector(".message.assistant .token")
 
 
-def test_episode_of_an_agent_names_its_branches_and_what_is_not_trained_on(page: Any, town: Town) -> None:
+def test_episode_of_an_agent_names_its_branches_and_untrained_replies(page: Any, town: Town) -> None:
     sign_in(page, town, "ada")
     page.goto(f"{town.service.url}/#/run/{town.driven.id}/episode/{town.episodes[1]}")
     page.wait_for_selector("h3 >> text=Another conversation of the agent")

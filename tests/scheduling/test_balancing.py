@@ -353,7 +353,7 @@ async def test_a_joining_worker_gets_pending_requests_at_once(tmp_path: Path) ->
     assert set((old.sampled + new.sampled).values()) == {1}
 
 
-async def test_slow_worker_gets_what_finds_no_row_on_a_quick_one(tmp_path: Path) -> None:
+async def test_slow_worker_gets_requests_without_a_row_on_a_quick_one(tmp_path: Path) -> None:
     room = Room(tmp_path)
     slow, quick = await frozen(room, "a", 8), await frozen(room, "b", 8)
     for worker, slowness in ((slow, 8.0), (quick, 1.0), (slow, 8.0)):

@@ -75,7 +75,7 @@ def test_rule_never_shrinks_a_pool_that_waits_nor_grows_one_with_room(
 
 
 @given(st.integers(1, 200), st.floats(0, 0.9), st.floats(0.01, 1))
-def test_more_steps_never_undo_what_fewer_made_certain(workers: int, wait: float, busy: float) -> None:
+def test_more_steps_never_undo_the_certainty_of_fewer(workers: int, wait: float, busy: float) -> None:
     sizes = [wanted_workers(window(workers, wait, busy, steps=steps)) for steps in range(1, 31)]
     changed = [size - workers for size in sizes]
     assert all(a * b >= 0 and (b or not a) for a, b in pairwise(changed)), sizes

@@ -331,7 +331,7 @@ def test_a_tail_moves_where_that_ends_all_sooner_than_its_tokens_cost() -> None:
     assert merge(worker("a", 4, 400, 20.0, (1.01, 1.01)), taker, costs) is None, "beside training it loses nothing"
 
 
-def test_durations_of_the_last_step_predict_steady_work_and_not_what_doubles() -> None:
+def test_durations_of_the_last_step_predict_steady_work_and_not_work_that_doubles() -> None:
     steady, doubles = StagePredictor(), StagePredictor()
     assert steady.predict("train") is None and math.isinf(steady.error("train"))
     for step in range(6):

@@ -200,7 +200,7 @@ def test_the_version_that_earned_the_best_reward_stays_until_a_better_one(means:
             assert max(means[version] for version in kept if version < newest) == max(means[:newest])
 
 
-def test_a_version_is_judged_by_what_it_sampled_also_after_a_lost_one() -> None:
+def test_a_version_is_judged_by_its_samples_also_after_a_lost_one() -> None:
     """Version 2 was made of version 1's episodes and lost; version 3 was trained from version 1 again."""
     assert job_rules.training_rewards([(None, None), (0, 0.1), (1, 0.9), (1, 0.8), (3, 0.2)]) == {
         0: 0.1,

@@ -246,7 +246,7 @@ def test_the_trainer_has_the_shares_of_those_that_train(engine: str, trainer: st
     assert time.only_in_engine == bool(set(engine) - set(trainer))
 
 
-def test_operations_within_a_slice_do_not_overtake_what_changes_states() -> None:
+def test_operations_within_a_slice_do_not_overtake_changes_of_states() -> None:
     names = ["queue", "engine", "states", "queue", "engine", "states"]
     calls = [(Future(), lambda core: None, touches) for touches in names]  # type: ignore[var-annotated]
     taken, left = within_slice(calls)  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ def test_step_shows_the_groups_that_it_consumed_with_advantages(recorded: Record
     assert recorded.job.groups(99) == []
 
 
-def test_episode_has_what_each_turn_earned_and_its_tokens(recorded: Recorded) -> None:
+def test_episode_has_the_reward_and_the_tokens_of_each_turn(recorded: Recorded) -> None:
     done = recorded.job.episodes(failed=False, limit=100)
     assert len(done) > 30 and [one.finished for one in done] == sorted((one.finished for one in done), reverse=True)
     scored = 0
@@ -183,7 +183,7 @@ def test_texts_that_are_not_kept_leave_rewards(tmp_path_factory: pytest.TempPath
             made.episode("none")
 
 
-def test_command_prints_what_the_page_shows(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_figures_of_the_page(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--url", recorded.service.url, "--key", recorded.service.key]
 
     def main_result(*given: str) -> tuple[int, str]:

@@ -150,7 +150,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("value", "says"), VALUES, ids=[value[:20] for value, _ in VALUES])
-def test_every_way_in_refuses_what_a_run_cannot_carry(service: EmbeddedService, value: str, says: str) -> None:
+def test_every_way_in_refuses_values_that_a_run_cannot_carry(service: EmbeddedService, value: str, says: str) -> None:
     """An upload, inline rows and options of a job, by one check; the line names the field."""
     row = f'{{"prompt": "a", "answer": "4", "x": {value}}}'
     jobs = []

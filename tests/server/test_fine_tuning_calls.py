@@ -261,7 +261,7 @@ def test_jobs_are_listed_by_metadata_and_by_its_absence(called: Called) -> None:
     assert plain in listed(metadata="null") and team not in listed(metadata="null")
 
 
-def test_lists_continue_behind_what_was_deleted(called: Called) -> None:
+def test_lists_continue_behind_deleted_rows(called: Called) -> None:
     """As programs do that delete what they list."""
     row = ROWS.partition(b"\n")[0] + b"\n"
     newest = [called.upload(row * number) for number in range(2, 7)][-1]

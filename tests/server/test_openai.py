@@ -431,7 +431,7 @@ def test_tokens_of_a_stop_string_are_returned_without_their_text(face: Open) -> 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def test_models_lists_what_can_be_sampled(face: Open) -> None:
+def test_models_lists_the_targets_that_can_be_sampled(face: Open) -> None:
     names = [model.id for model in face.client.models.list()]
     assert names == [face.base, f"{face.job}:latest", f"{face.job}@1", f"{face.job}@0"]
     assert [model.id for model in face.stranger.models.list()] == [face.base]
@@ -758,7 +758,7 @@ def tokens(face: Open, **asked: Any) -> httpx.Response:
     return face.http.post("/inference/v1/generate", json={**body, **asked})
 
 
-def test_the_token_face_samples_what_completions_sample(face: Open) -> None:
+def test_the_token_face_samples_the_text_of_completions(face: Open) -> None:
     found = tokens(face, return_token_ids=True).json()
     text = face.text(prompt=[79, 110], max_tokens=12, extra_body={"return_token_ids": True}).choices[0]
     [choice] = found["choices"]

@@ -201,7 +201,7 @@ def work() -> Iterator[Work]:
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_a_page_of_a_long_list_costs_what_it_holds(http: httpx.Client, work: Work, name: str) -> None:
+def test_a_page_of_a_long_list_costs_its_rows_alone(http: httpx.Client, work: Work, name: str) -> None:
     path, late = LISTS[name]
     cursor = encoded(late) if isinstance(late, tuple) else late
     params = {"offset": ROWS - 50} if late == "offset" else {} if late is None else {"after": cursor}
@@ -227,7 +227,7 @@ def test_a_page_of_a_long_list_costs_what_it_holds(http: httpx.Client, work: Wor
     assert steps["first"] < most[0] and steps["last"] < most[1], steps
 
 
-def test_reads_of_a_long_job_cost_what_they_find(service: EmbeddedService, work: Work) -> None:
+def test_reads_of_a_long_job_cost_their_results_alone(service: EmbeddedService, work: Work) -> None:
     """Of a policy with twenty thousand versions that are not kept, and as many steps."""
     database = Database(f"sqlite:///{service.settings.data}/rookery.db")
     with closing(database):

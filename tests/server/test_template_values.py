@@ -72,7 +72,7 @@ def test_a_template_gets_the_values_of_a_request(
 
 
 @pytest.mark.parametrize(("asked", "written"), [(None, "medium"), ("low", "low"), ("none", "none")])
-def test_an_effort_is_what_the_template_reads(
+def test_an_effort_is_a_value_that_the_template_reads(
     levelled: tuple[OpenAI, Tokenizer], asked: str | None, written: str
 ) -> None:
     assert end_of_prompt(levelled, reasoning_effort=asked) == written

@@ -61,9 +61,9 @@ WITHOUT_IDS = {
     "GET /api/v1/usage.csv": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/account": "test_lists_contain_only_the_tenants_objects",
     "GET /": "test_lists_contain_only_the_tenants_objects",
-    "POST /api/v1/sign-in": "test_a_cookie_opens_what_its_key_opens",
-    "POST /api/v1/sign-out": "test_a_cookie_opens_what_its_key_opens",
-    "POST /api/v1/sign-in/links": "test_a_cookie_opens_what_its_key_opens",
+    "POST /api/v1/sign-in": "test_a_cookie_opens_the_routes_of_its_key",
+    "POST /api/v1/sign-out": "test_a_cookie_opens_the_routes_of_its_key",
+    "POST /api/v1/sign-in/links": "test_a_cookie_opens_the_routes_of_its_key",
     "GET /api/v1/models": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/health": "test_lists_contain_only_the_tenants_objects",
     "GET /api/v1/workers": "test_lists_contain_only_the_tenants_objects",
@@ -359,7 +359,7 @@ def test_files_and_fine_tuning_jobs_are_their_owners(town: Town) -> None:
     assert town.bob.post("/v1/fine_tuning/alpha/graders/run", json=tried).json()["reward"] == 1
 
 
-def test_a_cookie_opens_what_its_key_opens(town: Town) -> None:
+def test_a_cookie_opens_the_routes_of_its_key(town: Town) -> None:
     """Signed in, a browser sees its tenant's jobs; nobody signs in for another."""
     page = {"X-Rookery-Page": "1"}
     for client, jobs in ((town.ada, {town.done["id"], town.paused}), (town.bob, set())):

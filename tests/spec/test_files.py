@@ -175,7 +175,7 @@ def test_aliases_that_would_fill_the_memory_are_refused_at_once(
     assert time.process_time() - began < 3
 
 
-def test_aliases_may_repeat_what_fits_into_a_request(tmp_path: Path) -> None:
+def test_aliases_may_repeat_values_that_fit_into_a_request(tmp_path: Path) -> None:
     rows = "".join(f"  - {{prompt: *p, answer: '{number}'}}\n" for number in range(1000))
     content = f"prompt: &p {'word ' * 1000}\nenvironment:\n  rows:\n{rows}"
     found = job_in(tmp_path, content)["environment"]["rows"]

@@ -109,7 +109,7 @@ def test_an_artifact_has_a_largest_size(tmp_path: Path) -> None:
         assert [shard.size for shard in staging.commit().shards] == [10]
 
 
-def test_only_what_was_committed_is_visible(tmp_path: Path) -> None:
+def test_only_committed_artifacts_are_visible(tmp_path: Path) -> None:
     artifacts = Artifacts(tmp_path)
     with artifacts.begin() as staging:
         staging.write("a", [b"x"])

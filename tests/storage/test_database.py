@@ -503,7 +503,7 @@ def stored_rows(database: Database, kind: type[Any], job: str) -> list[Any]:
 
 @pytest.mark.parametrize("clock", [1.0, -1.0])
 @pytest.mark.parametrize("empty", [False, True])
-def test_trimming_reads_what_ended_since_the_last_time(empty: bool, clock: float) -> None:
+def test_trimming_reads_episodes_that_ended_since_the_last_time(empty: bool, clock: float) -> None:
     """Not the whole history of its job, also where all episodes of a time failed without a text, and where the clock
     was set back."""
     database = Database("sqlite://")

@@ -153,7 +153,7 @@ CHATS = {name: Chat(byte_tokenizer(), template, special={}, ends=[2], context=51
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_format_is_the_one_whose_reader_reads_what_the_template_writes(name: str) -> None:
+def test_format_is_the_one_whose_reader_reads_the_calls_of_the_template(name: str) -> None:
     support = CHATS[name].tools
     assert (support.style, support.argument, support.calls) == (FAMILIES[name][0], "tools", True)
 

@@ -221,7 +221,7 @@ def run_worker(
     return texts, gradients, threads
 
 
-def test_lanes_compute_what_turns_compute(tmp_path: Path) -> None:
+def test_lanes_compute_the_same_bits_as_turns(tmp_path: Path) -> None:
     turns, beside = (run_worker(tmp_path / lanes, lanes) for lanes in ("turns", "beside"))
     assert turns[0] == beside[0]
     for policy, gradient in turns[1].items():

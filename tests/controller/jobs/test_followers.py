@@ -53,7 +53,7 @@ def text_of_head(service: Service, job: str) -> str:
     return service.artifacts.path(chain(service, job, "player")[-1].hash, ADAPTER).read_text()
 
 
-async def test_every_look_at_a_job_that_is_taken_up_again_sees_what_it_committed(service: Service) -> None:
+async def test_every_look_at_a_job_that_is_taken_up_again_sees_its_committed_steps(service: Service) -> None:
     """Its steps, rewards and versions are read back one after the other; none is shown before it is known."""
     await service.join(script=game)
     job = await submit(service, **JOB | {"stop__steps": 100})

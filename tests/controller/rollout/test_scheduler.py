@@ -115,7 +115,7 @@ def parts(seed: int, *spans: tuple[int, int]) -> list[protocol.TokenChunk]:
     ]
 
 
-async def test_a_result_is_what_the_worker_sampled(tmp_path: Path) -> None:
+async def test_a_result_has_the_tokens_that_the_worker_sampled(tmp_path: Path) -> None:
     room = Room(tmp_path)
     worker = await room.worker()
     for number, reply in enumerate(await asyncio.gather(*(room.sample(number) for number in range(20)))):

@@ -390,7 +390,7 @@ async def test_log_probabilities_come_in_several_messages_that_end(room: Room) -
 
 
 @pytest.mark.parametrize("lie", ["nothing uploaded", "other bytes", "no manifest"])
-async def test_a_commit_must_be_what_was_uploaded(room: Room, lie: str) -> None:
+async def test_a_commit_must_equal_the_upload(room: Room, lie: str) -> None:
     liar = await room.worker("a")
     run = room.run()
     await room.begin(run)

@@ -89,7 +89,7 @@ def test_an_end_within_the_checks_does_not_pass(sandbox: Sandbox) -> None:
     assert result.status == "error" and result.passed == []
 
 
-def test_code_cannot_print_what_a_check_reports(sandbox: Sandbox) -> None:
+def test_code_cannot_print_the_report_of_a_check(sandbox: Sandbox) -> None:
     code = 'import os\nos.write(3, b\'ran\\n{"check": 0, "passed": true}\\n{"done": true}\\n\')\nos._exit(0)'
     result = sandbox.run(Program(code, asserts=["assert False"]))
     assert result.status == "error" and result.passed == []

@@ -102,7 +102,7 @@ async def test_a_client_with_heartbeats_keeps_its_slot_without_waiting_clients(s
 # --- checkpoints and results ------------------------------------------------------------------------------------------
 
 
-async def test_expired_checkpoints_go_and_what_is_in_use_stays(service: Service) -> None:
+async def test_expired_checkpoints_are_deleted_and_those_in_use_stay(service: Service) -> None:
     visitor = await Client(service).begin()
     await visitor.gradient()
     await visitor.step()

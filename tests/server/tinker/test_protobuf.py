@@ -62,7 +62,7 @@ def test_any_bytes_are_counted_or_refused(body: bytes) -> None:
         pytest.fail("the parser reads what the counter refuses")
 
 
-def test_counter_reads_what_the_parser_reads() -> None:
+def test_counter_reads_the_fields_that_the_parser_reads() -> None:
     body = request(5).SerializeToString()
     descriptor = protobuf.schema().ForwardBackwardRequest.DESCRIPTOR
     fields = next(most for most in range(1000) if not protobuf.has_more_fields(body, descriptor, most))

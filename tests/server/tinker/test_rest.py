@@ -253,7 +253,9 @@ def test_a_session_of_a_project_is_warned(service: EmbeddedService, project: str
     assert (made["warning_message"] or "").startswith(warning or "") and bool(made["warning_message"]) == bool(warning)
 
 
-def test_lists_refuse_what_would_choose_other_rows(service: EmbeddedService, rest: tinker.RestClient) -> None:
+def test_lists_refuse_parameters_that_would_choose_other_rows(
+    service: EmbeddedService, rest: tinker.RestClient
+) -> None:
     with pytest.raises(tinker.BadRequestError, match="projects are not supported"):
         rest.list_training_runs(project_id="mine").result(PATIENCE)
     for scope in ("owned", "accessible"):

@@ -37,7 +37,7 @@ def crowd() -> NativeEngine:
     return engine
 
 
-def test_a_decode_step_costs_twice_what_the_smaller_of_two_tenants_takes_alone() -> None:
+def test_a_decode_step_costs_twice_the_time_of_the_smaller_of_two_tenants_alone() -> None:
     engine = crowd()
     start(engine, SMALL + LARGE)
     for _ in range(4):

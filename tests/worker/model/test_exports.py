@@ -41,7 +41,7 @@ def adapted(tmp_path: Path, family: str) -> tuple[Path, Adapter]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_merged_model_is_what_peft_merges(family: str, tmp_path: Path) -> None:
+def test_merged_model_equals_the_one_that_peft_merges(family: str, tmp_path: Path) -> None:
     folder, adapter = adapted(tmp_path, family)
     merge(folder, adapter, tmp_path / "deep" / "merged")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)

@@ -150,7 +150,7 @@ def test_numbers_of_one_adapter_stay_in_its_rows(value: float, rank: int, site: 
     assert after[:3].equal(before[:3]) and after[3 + rows :].equal(before[3 + rows :])
 
 
-def test_stages_raise_for_what_does_not_fit() -> None:
+def test_stages_raise_for_inputs_that_do_not_fit() -> None:
     decoder = small("llama", COMPUTED)
     residual = torch.zeros(4, 64, dtype=decoder.dtype)
     with pytest.raises(ValueError, match="3 of 4 tokens"):

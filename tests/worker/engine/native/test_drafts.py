@@ -192,7 +192,7 @@ def test_a_version_that_comes_between_two_steps(cut: int, recompute: bool) -> No
     assert go(Told(draft)) == plain
 
 
-def test_the_next_turn_extends_what_a_draft_left() -> None:
+def test_the_next_turn_extends_the_cache_that_a_draft_left() -> None:
     """A text that ends inside its draft leaves a cache with only its own tokens."""
     first = order("t0", max_tokens=10, episode="e")
     plain_engine = make(None)
@@ -262,7 +262,7 @@ def test_drafts_come_from_siblings_only() -> None:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size=4), st.integers(0, 1 << 30))
-def test_a_draft_is_what_followed_the_longest_suffix(texts: list[list[int]], seed: int) -> None:
+def test_a_draft_has_the_tokens_that_followed_the_longest_suffix(texts: list[list[int]], seed: int) -> None:
     index, states = SuffixIndex(), [0] * len(texts)
     source, said = random.Random(seed), [list[int]() for _ in texts]
     for _ in range(sum(map(len, texts))):  # the texts grow beside each other
