@@ -142,15 +142,13 @@ class TenantThreads:
         return tenant not in self._running and running < max(1, self._threads - 1)
 
     def _run(self, tenant: str, call: _ThreadCall) -> None:
-        began, result, error = time.thread_time(), None, None
-        take_child_seconds()
+        result, error, seconds = None, None, list[float]()
         try:
-            result = call.run()
+            result = measured(call.run, seconds.append)
         except BaseException as raised:  # the caller handles it, not this thread
             error = raised
-        seconds = time.thread_time() - began + take_child_seconds()
         with suppress(RuntimeError):  # the loop is closed: nobody waits for it
-            call.loop.call_soon_threadsafe(self._end, tenant, call, result, error, seconds)
+            call.loop.call_soon_threadsafe(self._end, tenant, call, result, error, sum(seconds))
 
     def _end(self, tenant: str, call: _ThreadCall, result: Any, error: BaseException | None, seconds: float) -> None:
         self._running[tenant] -= 1

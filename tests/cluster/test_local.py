@@ -26,7 +26,7 @@ from tests.support import waiting
 from tests.support.peers import PATIENCE, settle
 from tests.support.processes import runs
 
-from rookery.cluster import ray, supervisor
+from rookery.cluster import ray
 from rookery.cluster.base import PRELOAD, environment_host, preloaded
 from rookery.cluster.local import ProcessCluster, local_workers
 from rookery.cluster.supervisor import LOG_BYTES, NODE_LOST, Child, Supervisor, spawn_process
@@ -116,13 +116,12 @@ async def test_large_log_is_rotated_and_one_old_log_is_kept(tmp_path: Path) -> N
     assert sorted(p.name for p in path.parent.iterdir()) == ["faithful.log", "faithful.log.1"]
 
 
-async def test_large_log_of_a_running_child_is_shortened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_log_of_a_running_child_is_shortened(tmp_path: Path) -> None:
     """A library of an environment that writes for weeks would fill the disk."""
-    monkeypatch.setattr(supervisor, "LOG_SECONDS", 0.05)
-    monkeypatch.setattr(supervisor, "LOG_BYTES", 1000)
     talkative = "import sys; print('up', *range(1000), flush=True); sys.stdin.readline(); print('later', flush=True)"
     path = tmp_path / "logs" / "talkative.log"
-    processes = Supervisor([child(tmp_path, "talkative", f"{talkative}; sys.stdin.read()")], path.parent, 30)
+    talking = child(tmp_path, "talkative", f"{talkative}; sys.stdin.read()")
+    processes = Supervisor([talking], path.parent, 30, log_limit=(1000, 0.05))
     await processes.start()
     await until(lambda: content(path) == "" and content(path.with_name("talkative.log.1")).endswith(" 998 999\n"))
     assert path.with_name("talkative.log.1").stat().st_size == 1000 and running(*processes.children)

@@ -113,12 +113,14 @@ class Supervisor:
         failed: Callable[[Child, str], None] = lambda child, reason: None,
         remove_seconds: float = 0.0,
         pauses: tuple[float, float] = (FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS),
+        log_limit: tuple[int, float] = (LOG_BYTES, LOG_SECONDS),
     ) -> None:
         """A child has ``stop_seconds`` to end when all are stopped, and at least ``remove_seconds`` when it is removed.
         Each child's output goes to ``logs/<name>.log``. ``spawn`` None starts a process on this machine.
         ``failed(child, reason)`` is called for a child that does not work. ``pauses``: the first and the longest one
-        before a restart, in seconds."""
+        before a restart, in seconds. ``log_limit``: the largest log, and the seconds between two looks at it."""
         self._pauses = pauses
+        self._log_bytes, self._log_seconds = log_limit
         self._failed = failed
         self._spawn = spawn or spawn_process
         self.children = list(children)
@@ -230,14 +232,14 @@ class Supervisor:
     async def _live(self, child: Child, path: Path) -> int:
         """Run a child until it ends. Returns its exit code, negative for a signal."""
         path.parent.mkdir(exist_ok=True)  # somebody may have deleted it
-        _rotate(path)
+        _rotate(path, self._log_bytes)
         process = await self._spawn(child, path)
         self._processes[child] = process
         child.state, child.pid = "running", process.pid
         if self._stopping.is_set() or child.removed:  # while it was being started
             _signal(process.terminate)
         healthy = asyncio.get_running_loop().call_later(HEALTHY_SECONDS, setattr, child, "failure", "")
-        watching = asyncio.create_task(_watch_log(path))
+        watching = asyncio.create_task(_watch_log(path, self._log_bytes, self._log_seconds))
         try:
             return await process.wait()
         except Exception:
@@ -270,11 +272,11 @@ def _signal(send: Callable[[], None]) -> None:
         send()
 
 
-def _rotate(path: Path) -> None:
-    """Rename a log that has grown large; one old log is kept. Called only while the child is not running: a process
-    keeps writing to the file that it was given."""
+def _rotate(path: Path, most: int) -> None:
+    """Rename a log of more than ``most`` bytes; one old log is kept. Called only while the child is not running: a
+    process keeps writing to the file that it was given."""
     with contextlib.suppress(FileNotFoundError):
-        if path.stat().st_size > LOG_BYTES:
+        if path.stat().st_size > most:
             path.replace(_old(path))
 
 
@@ -282,21 +284,21 @@ def _old(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
 
 
-async def _watch_log(path: Path) -> None:
+async def _watch_log(path: Path, most: int, seconds: float) -> None:
     """Bound the log of a running child, until cancelled."""
     while True:
-        await asyncio.sleep(LOG_SECONDS)
+        await asyncio.sleep(seconds)
         with contextlib.suppress(OSError):  # it was deleted, or its disk is away
-            await in_new_thread(_shorten, path)
+            await in_new_thread(_shorten, path, most)
 
 
-def _shorten(path: Path) -> None:
-    """Keep the end of a log that has grown large as the old log, and empty it: its process appends to it. Where the
-    disk has no room, the end is lost, too."""
+def _shorten(path: Path, most: int) -> None:
+    """Keep the last ``most`` bytes of a log that has more as the old log, and empty it: its process appends to it.
+    Where the disk has no room, the end is lost, too."""
     with path.open("r+b") as file:
-        if (size := os.fstat(file.fileno()).st_size) <= LOG_BYTES:
+        if (size := os.fstat(file.fileno()).st_size) <= most:
             return
-        file.seek(size - LOG_BYTES)
+        file.seek(size - most)
         try:
             with _old(path).open("wb") as old:
                 shutil.copyfileobj(file, old)
