@@ -66,6 +66,7 @@ from rookery.protocol.envhost import (
 from rookery.protocol.reads import READ_HEADER, ReadKey, may_read, read_key, sign_read
 from rookery.protocol.tokens import NO_TOKEN, Likeliest, PromptLogprob, PromptLogprobs, TokenChunk, TokenLog
 from rookery.protocol.worker import (
+    LOADED,
     LOGPROB_BYTES,
     TEXT_PARAMETERS,
     Abort,

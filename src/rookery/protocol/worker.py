@@ -74,6 +74,10 @@ class Ready(EpochMessage, kw_only=True):
     dtype: Name
 
 
+LOADED = tuple(name for name in Ready.__struct_fields__ if name != "epoch")
+"""The fields of :class:`Ready`, which a :class:`Hello` has too: known once the base model is loaded."""
+
+
 class AdaptersCached(EpochMessage, kw_only=True):
     """These adapters are complete in the worker's cache, in addition to those reported before."""
 

@@ -22,9 +22,9 @@ import os
 import socket
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import psutil
@@ -36,7 +36,7 @@ from rookery.errors import RookeryError
 from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, ServiceEndpoint, stay_connected
 from rookery.settings import Settings
 from rookery.worker.compute import Compute
-from rookery.worker.core import WorkerCore
+from rookery.worker.core import UNNAMED, WorkerCore
 from rookery.worker.generation import FRAME_BYTES, GenerationManager
 from rookery.worker.progress import ProgressWatch
 from rookery.worker.training_ops import TrainingOps
@@ -336,7 +336,7 @@ class ServiceConnection:
             name=self._name,
             instance=self._instance,
             model=self._options.model,
-            model_hash=self._model_hash,
+            **self._loaded_fields(),
             roles=self._options.roles,
             kind=self._options.kind,
             price=self._options.price,
@@ -344,11 +344,7 @@ class ServiceConnection:
             site=self._settings.worker.site,
             loading=core is None,
             max_rows=self._settings.engine.max_rows,
-            max_context=core.engine.longest_text if core is not None else 0,
             max_rank=self._settings.engine.max_rank,
-            engine=core.implementation.engine if core is not None else "",
-            device=core.implementation.device if core is not None else "",
-            dtype=core.implementation.dtype if core is not None else "",
             pid=os.getpid(),
             host=socket.gethostname(),
             cache=self._transfers.cache_identity,
@@ -356,6 +352,15 @@ class ServiceConnection:
             loaded=loaded,
             running=self._generation.running(),
         )
+
+    def _loaded_fields(self) -> dict[str, Any]:
+        """The fields :data:`~rookery.protocol.LOADED`; empty ones while the base model loads."""
+        core = self._core
+        return {
+            "model_hash": self._model_hash,
+            "max_context": core.engine.longest_text if core is not None else 0,
+            **asdict(core.implementation if core is not None else UNNAMED),
+        }
 
     def _on_output(self, urgent: bool) -> None:
         self._output.set()
@@ -380,17 +385,8 @@ class ServiceConnection:
         """Report that the base model is loaded, and adapters as they are cached or fail to arrive."""
         if not self._ready_announced:
             await self._loaded.wait()
-            assert self._core is not None
             log.info("serving %s", self._options.model)
-            await channel.send(
-                protocol.Ready(
-                    model_hash=self._model_hash,
-                    max_context=self._core.engine.longest_text,
-                    engine=self._core.implementation.engine,
-                    device=self._core.implementation.device,
-                    dtype=self._core.implementation.dtype,
-                )
-            )
+            await channel.send(protocol.Ready(**self._loaded_fields()))
         while True:
             await self._cache_events.pending.wait()
             await self._send_cache_events(channel)

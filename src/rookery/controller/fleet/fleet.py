@@ -303,9 +303,8 @@ class Fleet:
                 worker.generated.append((now, message.generated))
                 self.emit(HeartbeatReceived(self._clock.time(), worker, message))
             case protocol.Ready() if worker.state == "joining":
-                hello = worker.hello
-                hello.model_hash, hello.max_context = message.model_hash, message.max_context
-                hello.engine, hello.device, hello.dtype = message.engine, message.device, message.dtype
+                for name in protocol.LOADED:
+                    setattr(worker.hello, name, getattr(message, name))
                 self._load(worker)
             case protocol.Ready():
                 raise protocol.BadFrame("a second Ready")

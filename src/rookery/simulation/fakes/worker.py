@@ -226,8 +226,7 @@ class FakeWorker:
     async def _load(self) -> None:
         await asyncio.sleep(max(0.0, self._started + self.machine.load - self._loop.time()))
         self._loaded = True
-        fields = {name: getattr(self.hello, name) for name in ("model_hash", "max_context", "device", "dtype")}
-        await self.send(protocol.Ready(**fields))
+        await self.send(protocol.Ready(**{name: getattr(self.hello, name) for name in protocol.LOADED}))
 
     async def _heartbeat(self, seconds: float) -> None:
         while True:
