@@ -15,6 +15,7 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import typer
 
+from rookery.aio import INTERRUPTED as INTERRUPTED
 from rookery.aio import end_signals
 from rookery.cli.output import print_json, show
 from rookery.client import Client
@@ -29,7 +30,7 @@ answer: a later try can succeed."""
 REFUSED = 2
 """Refused or used wrongly: nothing was done."""
 CANCELLED = 3
-INTERRUPTED = 130
+"""The job was cancelled."""
 
 EXIT_CODES = (
     "Exit codes: 0 completed, 1 failed, 2 refused or used wrongly, 3 cancelled, 130 interrupted by Ctrl-C or SIGTERM."

@@ -31,6 +31,7 @@ KEY_PREFIX = "tml-ep-"
 """Beginning of an agent's key."""
 
 KEY_BYTES = 24
+"""Random bytes of a key: nobody guesses 192 bits."""
 
 KEYS_KEPT = 4
 """Keys of one episode that are valid: the first one, which an agent keeps that lives through restarts and pauses, and
@@ -44,6 +45,7 @@ ENDED_SECONDS = 3600.0
 """Time for which a late call to an evaluation's episode, which is not stored, learns that it has ended."""
 
 ENDED_SESSIONS = 20_000
+"""Ended sessions of evaluations that are known at once: some ten megabytes."""
 
 ASKED_JOBS = 20_000
 """Jobs of which it is known when a process asked for an episode last."""

@@ -36,6 +36,7 @@ from rookery.tokenization.chat import NO_VALUES, Chat, Message, PromptTooLong, c
 from rookery.tokenization.tool_calls import called, message_key
 
 DIGEST_BYTES = 16
+"""Of a digest of a call, or of a conversation: no two of an episode are equal by chance."""
 
 STORED_CONTEXTS = 32
 """Tokens of one episode, in contexts of its model, after which it gets no further reply: all are stored again with each
