@@ -163,7 +163,6 @@ class _Plans:
             own = torch.arange(at, at + plan.batch * plan.keys, device=rows.device)
             key_rows.append(own.view(plan.batch, plan.keys)[:, plan.prefix :].flatten())
             at += plan.batch * plan.keys
-        self.size_k = at
         self.inverse_k = torch.empty_like(rows).index_copy_(0, rows, torch.cat(key_rows)[inside])
 
     def buffers(self, like: Tensor, *, keys: bool = False) -> tuple[Tensor, list[Tensor]]:
