@@ -81,6 +81,26 @@ class _Earned:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass
+class _Played:
+    """An episode as far as it was played."""
+
+    conversation: list[protocol.ChatMessage]
+    sequences: list[_Sequence] = field(default_factory=list)
+    steps: list[TurnRecord] = field(default_factory=list)
+    speakers: list[str] = field(default_factory=list)
+    """The policy of each reply."""
+    earned: _Earned = field(default_factory=_Earned)
+    finish: str = "max_turns"
+
+    def add_reply(self, sequence: _Sequence, reply: AssistantTurn, speaker: str) -> None:
+        """``speaker`` has replied to the end of ``sequence``."""
+        sequence.tokens.append_action(reply, speaker)
+        self.speakers.append(speaker)
+        self.conversation.append(protocol.ChatMessage(role="assistant", content=reply.text))
+        sequence.reply, sequence.messages = reply, len(self.conversation)
+
+
 class StoredEpisode:
     """The record of an episode of a group: its turns are stored, and a second attempt takes up those stored before."""
 
@@ -313,56 +333,32 @@ class Episode:
                 )
 
     async def _play(self, host: EnvironmentHost) -> EpisodeResult:
-        job = self.job
-        sequences: list[_Sequence] = []
-        steps: list[TurnRecord] = []
-        speakers: list[str] = []
-        earned, finish, self.splits = _Earned(), "max_turns", 0
+        job, self.splits = self.job, 0
         observation = await self._observe(host, job.environment.reset(self.id, self.prompt, self.environment_seed))
-        conversation = list(observation.messages)
+        played = _Played(list(observation.messages))
         speaker = self._policy(observation.policy or job.first.name, 0)
         for turn in range(job.spec.environment.max_turns):
-            continued = observation.tokens
-            if continued:
-                sequence = await self._continue(sequences, continued, conversation, speaker, turn)
+            if given := observation.tokens:
+                sequence = await self._continue(played, given, speaker, turn)
             else:
-                sequence = await self._extend(sequences, conversation, speaker, turn)
+                sequence = await self._extend(played, speaker, turn)
             if sequence is None:
-                finish = "context"
+                played.finish = "context"
                 break
             reply = self.turns[turn] if turn < len(self.turns) else await self._sample(sequence.tokens, turn, speaker)
-            sequence.tokens.append_action(reply, speaker.name)
-            speakers.append(speaker.name)
-            conversation.append(protocol.ChatMessage(role="assistant", content=reply.text))
-            sequence.reply, sequence.messages = reply, len(conversation)
-            raw, special = await read_tokens(job.controller.threads, speaker.chat.decode_special, reply.tokens)
-            if not continued and (mark := opened_thought(speaker.chat.prompt_end)):
-                raw, special = mark + (raw or reply.text), list(dict.fromkeys([*special, mark]))
-            step = protocol.StepEpisode(
-                call="", episode=self.id, turn=turn, text=reply.text, tokens=reply.tokens, messages=conversation,
-                raw=raw, special=special, logprobs=reply.logprobs if continued else [], finish=reply.finish,
-            )  # fmt: skip
-            before = self.seconds["environment"]
-            observation = await self._observe(host, step)
-            steps.append(
-                TurnRecord(
-                    observation.reward, dict(observation.metrics), reply.finish, len(reply.tokens), reply.queue_seconds,
-                    reply.generation_seconds, self.seconds["environment"] - before, reply.workers,
-                    speaker.name, dict(observation.rewards), message=sequence.messages - 1,
-                )
-            )  # fmt: skip
+            played.add_reply(sequence, reply, speaker.name)
+            observation = await self._step(host, played, turn, sequence, speaker, given=bool(given))
             speaker = self._policy(observation.policy or job.first.name, turn + 1)  # also where nobody replies any more
-            self._add(earned, observation, turn)
-            conversation += observation.messages
+            self._add(played.earned, observation, turn)
+            played.conversation += observation.messages
             if observation.done:
-                finish = "done"
+                played.finish = "done"
                 break
             if not observation.messages and not observation.tokens:
                 raise EpisodeFailed(f"the environment's step {turn} is not done and has no messages to go on with")
-        if finish != "done" and observation.policy and observation.policy == job.spec.environment.judge:
-            earned.metrics["unjudged"] = 1.0  # the judge was asked, and has no room or no turn for its answer
-        if finish != "done" and observation.scores_when_cut:
-            await self._score(host, earned, steps, conversation, finish)
+        if played.finish != "done":
+            await self._cut(host, played, observation)
+        earned, speakers = played.earned, played.speakers
         for name in earned.rewards:
             if name not in speakers:
                 raise EpisodeFailed(
@@ -370,11 +366,43 @@ class Episode:
                     f" those that replied: {', '.join(dict.fromkeys(speakers))}"
                 )
         replies = [reply.text for reply in self.turns]
-        trajectories = [sequence.tokens for sequence in sequences]
+        trajectories = [sequence.tokens for sequence in played.sequences]
         return EpisodeResult(
-            trajectories, conversation, replies, earned.reward, earned.metrics, finish, dict(self.seconds), steps,
-            earned.rewards, speakers,
+            trajectories, played.conversation, replies, earned.reward, earned.metrics, played.finish,
+            dict(self.seconds), played.steps, earned.rewards, speakers,
         )  # fmt: skip
+
+    async def _step(
+        self, host: EnvironmentHost, played: _Played, turn: int, sequence: _Sequence, speaker: JobPolicy, *,
+        given: bool,
+    ) -> protocol.Observation:  # fmt: skip
+        """The environment's answer to the last reply of ``sequence``. ``given``: the environment gave the tokens before
+        the reply."""
+        reply = sequence.reply
+        raw, special = await read_tokens(self.job.controller.threads, speaker.chat.decode_special, reply.tokens)
+        if not given and (mark := opened_thought(speaker.chat.prompt_end)):
+            raw, special = mark + (raw or reply.text), list(dict.fromkeys([*special, mark]))
+        step = protocol.StepEpisode(
+            call="", episode=self.id, turn=turn, text=reply.text, tokens=reply.tokens, messages=played.conversation,
+            raw=raw, special=special, logprobs=reply.logprobs if given else [], finish=reply.finish,
+        )  # fmt: skip
+        before = self.seconds["environment"]
+        observation = await self._observe(host, step)
+        played.steps.append(
+            TurnRecord(
+                observation.reward, dict(observation.metrics), reply.finish, len(reply.tokens), reply.queue_seconds,
+                reply.generation_seconds, self.seconds["environment"] - before, reply.workers,
+                speaker.name, dict(observation.rewards), message=sequence.messages - 1,
+            )
+        )  # fmt: skip
+        return observation
+
+    async def _cut(self, host: EnvironmentHost, played: _Played, last: protocol.Observation) -> None:
+        """The episode ends after the ``last`` observation, before its environment is done."""
+        if last.policy and last.policy == self.job.spec.environment.judge:
+            played.earned.metrics["unjudged"] = 1.0  # the judge was asked, and has no room or no turn for its answer
+        if last.scores_when_cut:
+            await self._score(host, played)
 
     def _add(self, earned: _Earned, observed: protocol.Observation, turn: int) -> None:
         """Add the rewards and metrics of a step. Raises :class:`EpisodeFailed`."""
@@ -388,18 +416,14 @@ class Episode:
         if problem := metrics_problem(earned.metrics):
             raise EpisodeFailed(f"the environment {problem}")
 
-    async def _score(
-        self, host: EnvironmentHost, earned: _Earned, steps: list[TurnRecord],
-        conversation: list[protocol.ChatMessage], finish: str,
-    ) -> None:  # fmt: skip
-        """Ask the environment for the rewards of an episode that ``finish`` ends before its end. They count in the last
-        step."""
-        before, turn, last = self.seconds["environment"], len(steps), steps[-1]
+    async def _score(self, host: EnvironmentHost, played: _Played) -> None:
+        """Ask the environment for the rewards of an episode that ends before its end. They count in the last step."""
+        before, turn, last = self.seconds["environment"], len(played.steps), played.steps[-1]
         cut = protocol.StepEpisode(
-            call="", episode=self.id, turn=turn, text="", tokens=[], messages=conversation, finish=finish
+            call="", episode=self.id, turn=turn, text="", tokens=[], messages=played.conversation, finish=played.finish
         )
         observed = await self._observe(host, cut)
-        self._add(earned, observed, turn)
+        self._add(played.earned, observed, turn)
         last.reward += observed.reward
         last.metrics.update(observed.metrics)
         for name, value in observed.rewards.items():
@@ -416,15 +440,13 @@ class Episode:
             )
         return policy
 
-    async def _extend(
-        self, sequences: list[_Sequence], conversation: list[protocol.ChatMessage], speaker: JobPolicy, turn: int
-    ) -> _Sequence | None:
+    async def _extend(self, played: _Played, speaker: JobPolicy, turn: int) -> _Sequence | None:
         """Extend the token sequence of the speaker's base model to where its reply begins, or begin one, with all that
         the conversation has in addition. Between base models the conversation passes as text. None when the context has
         no room for a reply."""
         chat = speaker.chat
-        messages = chat.without_marks([msgspec.structs.asdict(message) for message in conversation])
-        last = next((one for one in reversed(sequences) if one.model == speaker.model), None)
+        messages = chat.without_marks([msgspec.structs.asdict(message) for message in played.conversation])
+        last = next((one for one in reversed(played.sequences) if one.model == speaker.model), None)
         threads = self.job.controller.threads
         try:
             tokens = None
@@ -453,22 +475,19 @@ class Episode:
             last.tokens.append_observation(tokens[len(last.tokens.sequence) :])
             return last
         self.splits += last is not None
-        sequences.append(_Sequence(speaker.model, Trajectory(prompt=tokens)))
-        return sequences[-1]
+        played.sequences.append(_Sequence(speaker.model, Trajectory(prompt=tokens)))
+        return played.sequences[-1]
 
-    async def _continue(
-        self, sequences: list[_Sequence], tokens: list[int], conversation: list[protocol.ChatMessage],
-        speaker: JobPolicy, turn: int,
-    ) -> _Sequence | None:  # fmt: skip
+    async def _continue(self, played: _Played, tokens: list[int], speaker: JobPolicy, turn: int) -> _Sequence | None:
         """The sequence of the speaker's base model that is the beginning of the environment's ``tokens``, extended to
-        them, or a new one; the text of the tokens joins the ``conversation``. None when the context has no room for a
+        them, or a new one; the text of the tokens joins the conversation. None when the context has no room for a
         reply."""
         chat, threads = speaker.chat, self.job.controller.threads
 
         def first_unknown(tokens: Sequence[int]) -> int | None:
             return next((token for token in tokens if not chat.token_bytes.known(token)), None)
 
-        for other in sequences:
+        for other in played.sequences:
             if other.model != speaker.model and tokens[: len(other.tokens.sequence)] == other.tokens.sequence:
                 await self._same_vocabulary(other.model, speaker)
         unknown = await read_tokens(threads, first_unknown, tokens)
@@ -482,19 +501,19 @@ class Episode:
                     f"the prompt has {count_of(len(tokens), 'token')}, the model's context is {chat.context}"
                 )
             return None
-        of_model = [one for one in sequences if one.model == speaker.model]
+        of_model = [one for one in played.sequences if one.model == speaker.model]
         begun = [one for one in of_model if tokens[: len(one.tokens.sequence)] == one.tokens.sequence]
         found = max(begun, key=lambda one: len(one.tokens.sequence), default=None)
         if found is None:
             added = tokens
             self.splits += bool(of_model)
             found = _Sequence(speaker.model, Trajectory(prompt=tokens))
-            sequences.append(found)
+            played.sequences.append(found)
         else:
             added = tokens[len(found.tokens.sequence) :]
             found.tokens.append_observation(added)
         text = await read_tokens(threads, chat.decode, added)
-        conversation.append(protocol.ChatMessage(role="user", content=text))
+        played.conversation.append(protocol.ChatMessage(role="user", content=text))
         return found
 
     async def _same_vocabulary(self, model: str, speaker: JobPolicy) -> None:
