@@ -24,6 +24,7 @@ from typing import Literal
 import msgspec
 
 from rookery import protocol
+from rookery.errors import next_state
 from rookery.scheduling.fair_slices import next_row
 from rookery.simulation.fakes.text import Length, logprobs_of, tokens_of
 from rookery.spec.machine import Machine
@@ -35,6 +36,21 @@ Finish = Literal["", "stop", "length", "error", "abort"]
 
 Stage = Literal["held", "waiting", "prefilling", "decoding", "ended"]
 """Of a row. held: its connection ended, or it is neither queued nor dropped yet."""
+
+StageEvent = Literal["queue", "prefill", "decode", "preempt", "stop", "finish"]
+
+STAGES: dict[tuple[Stage, StageEvent], Stage] = {
+    ("held", "queue"): "waiting",
+    ("waiting", "prefill"): "prefilling",
+    ("decoding", "prefill"): "prefilling",  # a newer version computes its cache again
+    ("waiting", "decode"): "decoding",  # its prompt was cached
+    ("prefilling", "decode"): "decoding",
+    ("decoding", "preempt"): "waiting",
+    **{(stage, "stop"): "held" for stage in ("waiting", "prefilling", "decoding")},
+    **{(stage, "finish"): "ended" for stage in ("held", "waiting", "prefilling", "decoding")},
+    ("ended", "finish"): "ended",  # with an error, before its last chunk was sent
+}
+"""The stage that follows each event. Any other event is a mistake of the fake."""
 
 Delivery = Literal["claimed", "delivered", "unclaimed"]
 """Of its output, as in :mod:`rookery.worker.generation`."""
@@ -78,6 +94,15 @@ class Row:
     @property
     def policy(self) -> str:
         return self.adapter.policy if self.adapter is not None else ""
+
+    def advance(self, event: StageEvent) -> None:
+        """Raises ``RuntimeError`` for an event that its stage does not have."""
+        self.stage = next_state(STAGES, self.stage, event, f"request {self.request.request}")
+
+    def end(self, finish: Finish) -> None:
+        """It has its last token, or will have no more."""
+        self.advance("finish")
+        self.finish = finish
 
 
 class FakeEngine:
@@ -177,7 +202,7 @@ class FakeEngine:
         row = self._find(abort)
         if row is not None and row.delivery != "unclaimed" and row.stage != "ended":
             self._stop(row)
-            row.stage, row.finish = "ended", "abort"
+            row.end("abort")
             self._finished.append(row)
 
     def suspend(self, now: float) -> None:
@@ -258,7 +283,7 @@ class FakeEngine:
         self._slice = ""
 
     def _queue(self, row: Row) -> None:
-        row.stage = "waiting"
+        row.advance("queue")
         insort(self._waiting, row, key=lambda row: (not row.request.reserved, row.request.order))
 
     def _stop(self, row: Row) -> None:
@@ -274,7 +299,7 @@ class FakeEngine:
             case "decoding":
                 self._leave_batch(row)
                 self._count(row, -1)
-        row.stage = "held"
+        row.advance("stop")
 
     def _admit(self) -> None:
         while self._waiting and (at := self._next_row()) is not None:
@@ -309,7 +334,8 @@ class FakeEngine:
         self._leave_batch(row)
         self._count(row, -1)
         self.preempted += 1
-        row.stage, row.cached = "waiting", False
+        row.advance("preempt")
+        row.cached = False
         self._cached[row.adapter.hash if row.adapter is not None else ""].pop(row.request.episode, None)
         self._waiting.insert(0, row)
 
@@ -328,7 +354,8 @@ class FakeEngine:
 
     def _compute(self, row: Row, tokens: int) -> None:
         """So many tokens of its prompt and text are computed before it decodes."""
-        row.stage, row.prefill = "prefilling", tokens
+        row.advance("prefill")
+        row.prefill = tokens
         self._prefilling.append(row)
 
     def _decode(self, row: Row) -> None:
@@ -336,7 +363,8 @@ class FakeEngine:
         if row.position >= row.length:  # the prefix was the whole reply
             self._finish(row)
             return
-        row.stage, row.since = "decoding", self._steps
+        row.advance("decode")
+        row.since = self._steps
         self._decoding[row.request.request] = row
         self._ends[self._steps + row.length - row.position].append(row)
 
@@ -352,8 +380,8 @@ class FakeEngine:
         return row.position + self._steps - row.since if row.stage == "decoding" else row.position
 
     def _finish(self, row: Row) -> None:
-        row.stage, row.position = "ended", row.length
-        row.finish = "stop" if row.length < row.request.max_tokens else "length"
+        row.end("stop" if row.length < row.request.max_tokens else "length")
+        row.position = row.length
         self._decoding.pop(row.request.request, None)
         self._count(row, -1)
         if row.request.episode:
@@ -372,7 +400,7 @@ class FakeEngine:
             position = self._position(row)
             if row.error and position > row.start:
                 self._stop(row)
-                row.stage, row.finish = "ended", "error"
+                row.end("error")
                 chunks.append(self.chunk(row, row.sent, row.sent, "error"))
             elif row.finish or position > row.sent:
                 chunks += self._chunks(row, resend(row), position)
