@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rookery import protocol
-from rookery.errors import count_of
+from rookery.errors import count_of, next_state
 from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
 from rookery.worker.failures import failure_category
@@ -56,6 +56,17 @@ Stage = Literal["preparing", "queued", "computed"]
 """Of an operation here: its inputs are pulled, or its state is loaded, or it waits for its turn; the trainer has it;
 the trainer has finished it, and its version is uploaded, or its answer is sent. An ``InitAdapter`` is never queued."""
 
+StageEvent = Literal["queue", "compute"]
+
+STAGES: dict[tuple[Stage, StageEvent], Stage] = {
+    ("preparing", "queue"): "queued",
+    ("queued", "queue"): "queued",  # again: there was no room for its export
+    ("queued", "compute"): "computed",
+    ("preparing", "compute"): "preparing",  # a result for an earlier connection
+    ("computed", "compute"): "computed",
+}
+"""The stage that follows each event. Any other event is a mistake of this process."""
+
 
 @dataclass(eq=False)
 class RunningOperation:
@@ -69,14 +80,18 @@ class RunningOperation:
 
     def queue(self) -> asyncio.Future[TrainerResult]:
         """The trainer has it; the future of its result."""
-        self.stage = "queued"
+        self._advance("queue")
         return self.result
 
     def compute(self, result: TrainerResult) -> None:
         """The trainer has finished it. Nothing happens to one that it was not given on this connection."""
-        if self.stage == "queued":
-            self.stage = "computed"
+        if self._advance("compute") == "queued":
             self.result.set_result(result)
+
+    def _advance(self, event: StageEvent) -> Stage:
+        """Enter the stage that follows ``event``; returns the one before."""
+        before, self.stage = self.stage, next_state(STAGES, self.stage, event, f"operation {self.op.op}")
+        return before
 
 
 class TrainingOps:
