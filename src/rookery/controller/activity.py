@@ -26,7 +26,7 @@ class WorkTimeline(msgspec.Struct):
     oldest: float
     """The end of the oldest span that is kept; earlier times are empty because nothing of them is kept."""
     complete_from: float
-    """Of earlier times, spans are left out: there are too many."""
+    """Spans of earlier times are left out: there are too many."""
     spans: list[TraceSpan]
 
 

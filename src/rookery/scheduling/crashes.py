@@ -33,7 +33,7 @@ class Starting:
     """A job that has begun to start and has trained no step since."""
 
     since: float
-    """In seconds of the run's clock, which nobody sets."""
+    """The moment in seconds of the run's clock, which nobody sets."""
     memory: int
     """The service's, in bytes, at that time."""
     assembling: bool = True
@@ -47,7 +47,7 @@ class LastRun:
     boot: str
     """The machine's start in which it ran."""
     began: float
-    """In seconds of its clock."""
+    """The beginning in seconds of its clock."""
     now: float
     """The last time at which it was alive."""
     memory: int

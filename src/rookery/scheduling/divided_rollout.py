@@ -35,7 +35,7 @@ class DecodingWorker:
     free: int = 0
     """Rows that a new request would get at once."""
     free_tokens: int = 0
-    """Of its KV cache."""
+    """Free tokens of its KV cache."""
 
 
 def moves(source: DecodingWorker, target: DecodingWorker, tokens: int, left: int) -> bool:

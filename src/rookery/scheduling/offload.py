@@ -34,13 +34,13 @@ class Cycle:
     """Measurements of one cycle, from the first token generated in it to its end. Times are in seconds."""
 
     seeded: float
-    """In the seed phase: T_seed, or the whole cycle where that was shorter."""
+    """Seconds of the seed phase: T_seed, or the whole cycle where that was shorter."""
     trainer_wait: float
-    """In the train phase without training work."""
+    """Seconds of the train phase without training work."""
     remote_wait: float
     """For which a mean remote instance had nothing to generate."""
     train: float
-    """With training work (t_train)."""
+    """Seconds with training work (t_train)."""
     remote: float
     """For which a mean remote instance generated (t_remote)."""
     instances: float

@@ -152,7 +152,7 @@ class State(NamedTuple):
     """Jobs on a worker at one time."""
 
     chains: tuple[JobStages, ...]
-    """Of jobs that have not ended."""
+    """The chains of jobs that have not ended."""
     now: float = 0.0
     ends: tuple[float, ...] = ()
     """When the others did."""
@@ -267,7 +267,7 @@ class LaneChoice(NamedTuple):
     gain: float
     """Predicted share of the cost in turns that it saves; 0 where nothing was predicted."""
     why: str = ""
-    """Of turns, and of a mode whose gain was not predicted: the reason."""
+    """The reason for turns, or for a mode whose gain was not predicted."""
 
     @property
     def active(self) -> bool:

@@ -55,13 +55,13 @@ class Description(NamedTuple):
 @dataclass
 class _Group(Generic[T]):
     number: int
-    """Of its first item."""
+    """The number of its first item."""
     estimate: int
     waiting: OrderedDict[T, None] = field(default_factory=OrderedDict)
     """Its items but the probe."""
     unfinished: set[T] = field(default_factory=set)
     logs: list[float] = field(default_factory=list)
-    """Of the finished members' lengths."""
+    """The logarithms of the finished members' lengths."""
 
 
 class RolloutOrder(Generic[T]):
@@ -83,7 +83,7 @@ class RolloutOrder(Generic[T]):
         self._probing: dict[T, tuple[int, int, T]] = {}
         self._number = self._taken = self._compared = self._finished = 0
         self._mean = 0.0
-        """Of the logarithms of the job's lengths."""
+        """The mean of the logarithms of the job's lengths."""
         self._errors = (0.0, 0.0)
         """Mean squares of the errors in the logarithm: of the group's mean, and of the job's."""
 

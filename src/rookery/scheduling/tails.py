@@ -36,11 +36,11 @@ class WorkerRollouts:
     steps: int
     """Decode steps until the last of them ends, as far as can be known."""
     tokens: int
-    """Of prompts and texts: another worker prefills them."""
+    """Tokens of prompts and texts: another worker prefills them."""
     train_seconds: float = 0.0
     """Predicted rest of the worker's training."""
     slowdowns: tuple[float, float] = TAKING_TURNS
-    """Of its rollouts and its training while it has both."""
+    """The slowdowns of its rollouts and its training while it has both."""
 
 
 def merge(tail: WorkerRollouts, taker: WorkerRollouts, costs: CostTable) -> MigrationPlan | None:

@@ -38,9 +38,9 @@ class WorkDone(msgspec.Struct, omit_defaults=True):
     """Work of one sort."""
 
     seconds: float = 0.0
-    """Of computing."""
+    """Seconds of computing."""
     cost: float = 0.0
-    """In price units."""
+    """The cost in price units."""
     tokens: int = 0
     """Sampled, or trained on."""
 

@@ -119,7 +119,7 @@ class TimeSlice:
         self.forgivable = 0.0
         """Of the other one's debt to this one; grows with ``clock``."""
         self.charged = 0.0
-        """Until then its time is charged."""
+        """The moment until which its time is charged."""
         self.began: float | None = None
         """When the present slice, or its present layer, began; None between two."""
         self.full = True

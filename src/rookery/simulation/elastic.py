@@ -71,7 +71,7 @@ class PoolRun:
     """Share of each step for which the trainer waited."""
     seconds: float = 0.0
     worker_seconds: float = 0.0
-    """Of the rollout workers and the trainer."""
+    """Seconds of the rollout workers and the trainer."""
 
     @property
     def wait_share_late(self) -> float:

@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 INNERMOST_CALLS = 4
-"""Of a slice that does not end, in the log."""
+"""Calls of a slice that does not end, in the log: the innermost ones."""
 
 CLIENTS = "a client's request is in the engine"
 """A reason for turns where the planner decides: durations of clients' requests are not predicted."""

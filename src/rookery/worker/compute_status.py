@@ -25,7 +25,7 @@ class ComputeStatus:
     computes it, so a stuck slice shows as work without progress."""
 
     beat: protocol.Heartbeat = IDLE
-    """As far as this thread knows it."""
+    """The heartbeat, as far as this thread knows it."""
     adapters: frozenset[str] = frozenset()
     """Hashes of the adapters in memory."""
 

@@ -99,7 +99,7 @@ class HeldRequest:
     """One request. Token numbers count from the first of ``prefix_tokens``; those sampled here begin at ``start``."""
 
     generate: protocol.Generate
-    """As given; under the name of its present assignment."""
+    """The request as given, under the name of its present assignment."""
     key: str
     """Its name in the engine, that of its first assignment: tokens of an aborted one cannot be taken for its own."""
     arrived: float = field(default_factory=time.monotonic)
@@ -113,7 +113,7 @@ class HeldRequest:
     """Number of the first entry of ``prompt_logprobs`` that the present connection has not been sent."""
     log: protocol.TokenLog = field(default_factory=protocol.TokenLog)
     version: int = 0
-    """Of the last chunk, which may have no token."""
+    """The version of the last chunk, which may have no token."""
     policy: str = ""
     finish: Literal["", "stop", "length", "abort", "error"] = ""
     """Why it has ended; empty before."""
@@ -121,7 +121,7 @@ class HeldRequest:
     prompt_logprobs: protocol.PromptLogprobs | None = None
     """They come with the end."""
     top_logprobs: list[protocol.Likeliest] = field(default_factory=list)
-    """Of each token of ``log``, where requested; else empty."""
+    """The likeliest tokens in the place of each token of ``log``, where requested; else empty."""
     submission: asyncio.Task[None] | None = None
     pending_switch: protocol.SwitchAdapter | None = None
     switching: asyncio.Task[None] | None = None
@@ -243,7 +243,7 @@ class GenerationManager:
         self._sent_scores: dict[HeldRequest, int] = {}
         """The memory of the log-probabilities of ended requests that were sent, those sent first in front."""
         self._sent_bytes = 0
-        """Of all of these."""
+        """The memory of all of these."""
         self._adapter_room = MemoryQueue()
         self._grammars: Grammars | None = None
         """The engine's, once a request needed them."""

@@ -142,12 +142,12 @@ class LanePlan:
         self._engine_kind: StageKind = "decode"
         """The kind of most of these seconds in the last slice of the trainer with any."""
         self._spent: defaultdict[str, dict[StageKind, float]] = defaultdict(dict)
-        """Of the present stages, by tenant."""
+        """The seconds of the present stages, by tenant."""
         self._present: dict[Part, set[str]] = {"engine": set(), "trainer": set()}
         self._away: LRUCache[str, tuple[Part, float]] = LRUCache(MOST_AWAY)
         """Tenants with work in neither: the part that they left, and when."""
         self._rows: LRUCache[str, int] = LRUCache(MOST_STAGES)
-        """Of each tenant, when it last had work in the engine."""
+        """The rows of each tenant when it last had work in the engine."""
         self._predictor = predictor or StagePredictor()
         self._planned_at = -math.inf
         self._planned_for: object = None

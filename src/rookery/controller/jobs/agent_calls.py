@@ -73,7 +73,7 @@ class PreparedCall(PreparedPrompt):
     """The digest of its conversation; empty for token ids."""
     tools: Sequence[Mapping[str, Any]] = ()
     indexes: list[int] = field(default_factory=list)
-    """Of its replies."""
+    """The indexes of its replies."""
 
 
 class AgentCalls:

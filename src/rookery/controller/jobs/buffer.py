@@ -27,7 +27,7 @@ class GroupBuffer:
     def __init__(self, job: JobContext, policy: JobPolicy, changed: Signal) -> None:
         assert policy.versions is not None
         self.ready: list[CompleteGroup] = []
-        """In order of arrival."""
+        """The groups that it has, in order of arrival."""
         self.closed = False
         """The policy takes no more groups."""
         self.silent = 0

@@ -273,7 +273,7 @@ class StepAccumulator:
     training_seconds: float = 0.0
     """Seconds for which the step waited for its trainer."""
     logprobs: dict[str, bytes] = field(default_factory=dict)
-    """As :func:`trainer_logprobs`, of the whole step."""
+    """The trainer's log-probabilities of the whole step, as :func:`trainer_logprobs` returns them."""
     _sums: dict[str, float] = field(default_factory=dict)
 
     def describe(self) -> dict[str, float]:

@@ -80,17 +80,17 @@ class WorkerSlots:
     """The most rollouts of jobs that it had at once in the last :data:`JOB_SECONDS`, and when."""
     tags: frozenset[str] = frozenset()
     missing: frozenset[str] | None = None
-    """Of a serving worker: adapters for which it gets no requests."""
+    """The adapters for which a serving worker gets no requests; None: it does not serve."""
     accepts_rollouts: bool = True
     rows: int = 0
-    """Of its rows, so many may get rollouts."""
+    """The number of its rows that may get rollouts."""
     heartbeats: deque[protocol.Heartbeat] = field(default_factory=lambda: deque(maxlen=SHORTAGE_HEARTBEATS))
     costs: CostTable = field(default_factory=CostTable)
-    """As it reports them."""
+    """The costs of its slices, as it reports them."""
     throughput: float = 0.0
     """The most tokens a second that it decodes, by these costs."""
     leaving: int = 0
-    """Of its requests, the number that it was asked to return."""
+    """The number of its requests that it was asked to return."""
     arriving: int = 0
     """The number of requests of other workers that will continue here."""
     served_at: float = -math.inf
@@ -169,7 +169,7 @@ class WorkerPool:
         self._quickest: dict[str, WorkerSlots] = {}
         """By model: the worker of the highest throughput, as far as heartbeats have reported since one was lost."""
         self._numbers = itertools.count(1)
-        """Of assignments."""
+        """The numbers of assignments."""
         self._held: defaultdict[str, Counter[str]] = defaultdict(Counter)
         """By model: the requests of each tenant at its workers."""
         self._rows: Counter[str] = Counter()

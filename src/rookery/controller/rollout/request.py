@@ -98,9 +98,9 @@ class SamplingResult(protocol.TokenLog):
     queue_seconds: float = 0.0
     """Seconds for which the request waited for a worker."""
     prompt_logprobs: protocol.PromptLogprobs = msgspec.field(default_factory=protocol.PromptLogprobs)
-    """Of the prompt's last tokens, where asked for."""
+    """The scores of the prompt's last tokens, where asked for."""
     top_logprobs: list[protocol.Likeliest] = msgspec.field(default_factory=list)
-    """Of each token, where asked for; else empty."""
+    """The likeliest tokens in the place of each token, where asked for; else empty."""
     workers: list[tuple[int, str]] = msgspec.field(default_factory=list)
     """The workers that sampled the tokens, each with the number of tokens before its first."""
 
@@ -246,7 +246,7 @@ class InflightRequest:
     versions: set[int] = field(default_factory=set)
     """The versions under which it was given to workers: any of them may have sampled its tokens."""
     line: str = ""
-    """Of its tenant's queue, the part in which it waits."""
+    """The part of its tenant's queue in which it waits."""
     expected: float = 0.0
     """Tokens that its result will have, as far as can be known before."""
     charged: float = 0.0

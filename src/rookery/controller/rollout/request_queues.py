@@ -34,7 +34,7 @@ class RequestQueues:
         )
         """By base model."""
         self._probes = 0
-        """Of jobs that ended."""
+        """The probes of jobs that ended."""
         self._lengths: dict[str, float] = {}
         """Mean length of recent results, by tenant, and of all under the empty name."""
 

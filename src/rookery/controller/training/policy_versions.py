@@ -40,7 +40,7 @@ class Retention:
     """The versions of a policy that are kept, besides the head and those in use."""
 
     checkpoints: CheckpointSpec | None = None
-    """Of a job; without them no other version is kept."""
+    """The section of a job; without it no other version is kept."""
     inflight: int | None = None
     """The version published in flight."""
     reference: int | None = None

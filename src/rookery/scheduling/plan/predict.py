@@ -92,15 +92,15 @@ class DeviceUse:
     policies: tuple[str, ...]
     """Policies that it trains, with others where one is divided, by the names of their demands."""
     rollout_seconds: float
-    """Of a round."""
+    """Seconds of rollouts in a round."""
     train_seconds: float
-    """Of a round."""
+    """Seconds of training in a round."""
 
 
 @dataclass(frozen=True)
 class Prediction:
     seconds: float
-    """Of a round; infinite where the plan cannot be run."""
+    """Seconds of a round; infinite where the plan cannot be run."""
     uses: tuple[DeviceUse, ...] = ()
     """By the fleet's devices."""
     problem: str = ""

@@ -23,7 +23,7 @@ MOVING_SECONDS = 5.0
 @dataclass(frozen=True)
 class Replan:
     roles: tuple[Role, ...]
-    """Of the machines that are there."""
+    """The roles of the machines that are there."""
     before: float
     """Predicted seconds of a round with the roles until now; infinite if the jobs cannot run with them."""
     after: float

@@ -53,7 +53,7 @@ STAGES: dict[tuple[Stage, StageEvent], Stage] = {
 """The stage that follows each event. Any other event is a mistake of the fake."""
 
 Delivery = Literal["claimed", "delivered", "unclaimed"]
-"""Of its output, as in :mod:`rookery.worker.generation`."""
+"""The delivery of a row's output, as in :mod:`rookery.worker.generation`."""
 
 
 @dataclass(eq=False)

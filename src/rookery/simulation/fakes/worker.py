@@ -77,7 +77,7 @@ class FakeWorker:
         self.engine = self.compute.engine
         self.training = FakeTrainingOps(self)
         self.pulled_bytes = 0
-        """Of adapters and states."""
+        """Bytes of adapters and states that it pulled."""
         self.sent = 0
         """Tokens that left on a connection."""
         self.epoch = -1

@@ -187,7 +187,7 @@ class EngineRequest:
     The cache holds ``filled`` tokens of the private tail, which is ``prompt[shared_prefix:] + tokens``."""
 
     params: protocol.Generate
-    """As submitted, except for the adapter: that of the next token."""
+    """The request as submitted, except for the adapter, which is that of the next token."""
     key: str
     """Hash of the adapter of the next token; empty for the base model."""
     stops: StopStrings

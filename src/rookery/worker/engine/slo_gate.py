@@ -112,7 +112,7 @@ class SloGate:
     ) -> None:
         """``headroom``: the share of the KV cache that rollouts leave to interactive requests."""
         self.costs = CostTable()
-        """Of slices in turns, with the cores that they had."""
+        """The costs of slices in turns, with the cores that they had."""
         self.beside = False
         """Whether the engine computes beside training."""
         self.last: tuple[Kind, int, float] = "decode", 0, 0.0
@@ -137,7 +137,7 @@ class SloGate:
         self._enabled = enabled
         self._headroom = headroom
         self.budget: CacheBudget | None = None
-        """Of the rollouts' part of the KV cache."""
+        """The budget of the rollouts' part of the KV cache."""
         self.clock = clock
         self._slacks: list[tuple[float, float]] = []
 

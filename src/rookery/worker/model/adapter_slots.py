@@ -55,9 +55,9 @@ class ResidentAdapter:
     """Requests that use it."""
     evict_pending: bool = False
     packed: KernelAdapter | None = None
-    """In the kernels' layout, instead of ``a`` and ``b``."""
+    """The weights in the kernels' layout, instead of ``a`` and ``b``."""
     decoder: Decoder | None = None
-    """With all weights of a full-parameter version, which has no LoRA."""
+    """The decoder with all weights of a full-parameter version, which has no LoRA."""
 
     @cached_property
     def sites(self) -> set[str]:
@@ -115,7 +115,7 @@ class AdapterSlots:
         self.layout_version = 0
         """Changes whenever the tensors are replaced."""
         self._last_used: list[int] = []
-        """Of each slot that was ever used, the batch."""
+        """The last batch of each slot that was ever used."""
         self._slot_of: dict[str, int] = {}
         self._batch = 0
 

@@ -106,7 +106,7 @@ class Decoder:
         self.projections, self.context, self.vocab = config, config.context, config.vocab
         self.pack = pack
         self.bytes = (1 + pack) * sum(weight.nbytes for weight in weights.values())
-        """Of the weights, packed copies included."""
+        """Bytes of the weights, packed copies included."""
         self.embedding = weights["embed"]
         self.norm = weights["norm"]
         self.head = self.embedding if config.tied else weights["head"]

@@ -124,7 +124,7 @@ class Admission:
         """``gate``: it has the budget of the rollouts' cache, and knows the requests of clients; ``serves(key)``:
         whether the weights in use are those of an adapter."""
         self.running: list[EngineRequest] = []
-        """In order of admission."""
+        """The running requests, in order of admission."""
         self.waiting: deque[EngineRequest] = deque()
         self._store = store
         self._loras = loras

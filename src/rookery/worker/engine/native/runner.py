@@ -104,7 +104,7 @@ class WeightSets:
         self._current = ""
         self._since = 0.0
         self.decoder: ResidentModel = base
-        """With the weights in use."""
+        """The decoder with the weights in use."""
 
     def add(self, ref: protocol.AdapterRef, folder: Path) -> None:
         """Attach the adapter or the full-parameter version ``ref``; see ``Engine.add_adapter``."""

@@ -84,7 +84,7 @@ class PolicyInGroup:
     policy: str
     held: HeldPolicy[TrainingGroup]
     planned: PlannedGroups | None = None
-    """Of the batch that is being computed."""
+    """The plan of the batch that is being computed."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class ForwardPass:
         self._decoder, self._attend, self._lora = decoder, attend, lora
         self._rotation = decoder.rotation(batch.positions)
         self._layers: list[list[_Half] | Tensor] = []
-        """Of each layer its halves or, to compute them again, its input."""
+        """The halves of each layer or, to compute them again, its input."""
         with torch.no_grad():
             x = F.embedding(batch.tokens, decoder.embedding)
             for i in range(decoder.config.layers):

@@ -62,7 +62,7 @@ class KernelPass:
         self._rotation = decoder.rotation(batch.positions)
         self._plain_attention = ChunkedAttention(decoder, batch, ChunkSizes())
         self._values: list[LayerValues | Tensor] = []
-        """Of each layer its values or, to compute them again, its input."""
+        """The values of each layer or, to compute them again, its input."""
         stages, y = LayerStages(decoder, F.embedding(batch.tokens, decoder.embedding), self._groups), None
         for i in range(len(decoder.layers)):
             y, values = run_layer(stages, i, y, self._attend, keep=True)
