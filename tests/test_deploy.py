@@ -326,7 +326,7 @@ def test_a_container_that_serves_has_both_probes() -> None:
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.yaml")), ids=lambda path: path.name)
 def test_a_manifest_has_the_volumes_that_it_claims(path: Path) -> None:
-    """And its folders are writable for a user that is not root; a secret that it names is made by its first lines."""
+    """Its folders are writable for a user that is not root; a secret that it names is made by its first lines."""
     text = path.read_text(encoding="utf-8")
     documents = list(yaml.safe_load_all(text))
     claims = {one["metadata"]["name"] for one in documents if one.get("kind") == "PersistentVolumeClaim"}

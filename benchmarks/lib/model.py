@@ -33,7 +33,7 @@ def ours() -> Path:
 
 
 def published() -> Path:
-    """The same weights under the names of a ``LlamaForCausalLM`` checkpoint."""
+    """The weights of :func:`ours` under the names of a ``LlamaForCausalLM`` checkpoint."""
     return published_layout.published(ours())
 
 

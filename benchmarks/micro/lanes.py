@@ -173,7 +173,7 @@ class Worker:
         return count, time.perf_counter()
 
     def together(self, arm: str) -> tuple[float, float]:
-        """The same with both at once."""
+        """The figures with both at once."""
         self.compute.lanes = arm  # type: ignore[assignment]
         before, began = self.tokens(), time.perf_counter()
         self.train(STEPS)

@@ -123,7 +123,7 @@ class Soak:
         return str(self.town.client.add_key(made.id).key)
 
     def repeat(self, pause: float, action: Callable[..., object], *arguments: Any) -> None:
-        """Until the end; what ``action`` raises is another tenant's trouble."""
+        """Repeat ``action`` until the end; its errors are those of another tenant."""
         while not self.stop.is_set():
             try:
                 action(*arguments)

@@ -82,7 +82,7 @@ class Steady(Environment):
 
 
 class Fickle(Steady):
-    """The same, and it promises nothing: every life of it asks something else."""
+    """An environment that promises nothing: every life of it asks something else."""
 
     deterministic = False
 

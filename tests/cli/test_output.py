@@ -69,7 +69,7 @@ def test_a_pipe_gets_no_cursor_codes_on_any_platform(variable: str) -> None:
 
 @pytest.mark.parametrize("closed", ["1", "0,1,2"])
 def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
-    """And no file that is opened later gets their place."""
+    """No file that is opened later gets their place."""
     close = " ".join(f"{number}{'<' if number == '0' else '>'}&-" for number in closed.split(","))
     later = CODE + f"\nfile = open({str(tmp_path / 'later')!r}, 'w')\nprint('lost')\nassert file.fileno() > 2\n"
     (tmp_path / "code.py").write_text(later, encoding="utf-8")

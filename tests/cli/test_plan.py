@@ -257,7 +257,7 @@ def test_an_entry_is_added_to_a_fleet_file_and_replaced(tmp_path: Path) -> None:
 def test_a_second_measurement_keeps_the_fields_that_were_added_by_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And a wrong file is refused before the measurement."""
+    """A wrong file is refused before the measurement."""
     path = tmp_path / "fleet.yaml"
     memory = {"total": 10**9, "base": 10**8, "cache_token": 1, "train_token": 1}
     spot = machine("spot", count=4, preemptible=True, site="cloud", price=0.3, memory=memory, download=1e7)

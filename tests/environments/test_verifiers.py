@@ -566,7 +566,7 @@ def test_replies_that_run_away_delay_no_other_and_cost_no_import(ours: Callable[
 
 @needs_math
 def test_an_unused_judge_keeps_no_process(ours: Callable[[], set[int]]) -> None:
-    """And is asked again without a reply being lost, whenever that is."""
+    """It is asked again without a reply being lost, whenever that is."""
     math = pool.VerifierPool("math", idle_seconds=0.05)
     for _ in range(2):
         assert math.score({"answers": ["2", "?"]}) == [True, False]

@@ -128,7 +128,7 @@ class Twice(rookery.Agent):
 
 
 class TwiceInSteps(rookery.Environment):
-    """The same as an environment."""
+    """The agent above, as an environment."""
 
     def prompts(self, split: str) -> list[dict[str, Any]]:
         return Twice().prompts(split)

@@ -789,7 +789,7 @@ def service_seconds(service: EmbeddedService, name: str) -> float:
 
 
 def service_parts(service: EmbeddedService, name: str) -> dict[str, float]:
-    """The same by kind of work."""
+    """The service's seconds for a tenant by kind of work."""
     with admin_of(service) as admin:
         found = next(row for row in admin.get("/api/v1/tenants").json() if row["name"] == name)
         assert found["service_seconds"] == pytest.approx(sum(found["service_parts"].values()))

@@ -96,7 +96,7 @@ def trained_adapter(
 
 @cache
 def small(family: str, dtype: torch.dtype = COMPUTED) -> Decoder:
-    """The same model in the decoder."""
+    """The model of :func:`reference` in the decoder."""
     model = reference(family)
     config = DecoderConfig.from_hf(model.config.to_dict())
     weights = {name: weight.detach().to(dtype) for name, weight in model.state_dict().items()}

@@ -123,7 +123,7 @@ def chats(folders: dict[str, Path]) -> dict[str, Chat]:
 
 @pytest.fixture(scope="session")
 def reference(folders: dict[str, Path]) -> Callable[[str], Any]:
-    """The same folder in transformers."""
+    """The folder of a model in transformers."""
     from transformers import PreTrainedTokenizerFast
 
     loaded: dict[str, Any] = {}

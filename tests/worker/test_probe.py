@@ -114,7 +114,7 @@ def test_each_part_of_a_pass_is_tried(fault: str, number: torch.dtype) -> None:
 
 
 def test_a_refused_model_is_refused_in_one_line_from_then_on(tmp_path: Path) -> None:
-    """Until packages of other versions are installed, or the model is fetched again."""
+    """It is probed again once packages of other versions are installed, or the model is fetched again."""
     cache, published = tmp_path / "cache", save_small_model(tmp_path / "model", 0, tiny_config("diffllama"))
     folder = prepare(str(published), cache)
     assert registry.status(cache, str(published)).state == "prepared"

@@ -651,7 +651,7 @@ async def test_episodes_of_a_paused_job_outlive_a_restart(service: Service, want
 
 
 async def test_episodes_of_a_job_that_ended_before_a_restart_are_closed(service: Service) -> None:
-    """And only those."""
+    """Episodes of other jobs are left alone."""
     await service.worker().join()
     host = await service.host(script=steps(lambda message: HANG)).join()
     ended, other = await run(service), await run(service)

@@ -1131,7 +1131,7 @@ async def test_dry_run_without_a_host_of_its_environment_is_refused_at_once(serv
 
 
 async def test_jobs_of_a_model_whose_worker_does_not_work_are_paused_with_the_reason(service: Service) -> None:
-    """Until one is loaded; jobs of other models go on."""
+    """They resume when one is loaded; jobs of other models continue."""
     await service.host().join()
     job = await run(service, stop__steps=1)
     other = await run(service, base_model="qwen3-0.6b")

@@ -56,7 +56,7 @@ class Drawn:
         )  # fmt: skip
 
     def speakers(self, episode: str) -> list[str]:
-        """The same for all episodes of a group. Each policy that trains replies in most groups."""
+        """Policies that reply, the same in all episodes of a group. Each policy that trains replies in most groups."""
         random = Random(episode.split("-g")[1].split("-")[0])
         present = [name for name in self.trained if random.random() < 0.7] or [random.choice(self.trained)]
         return random.choices([*present, "opponent", "base"], k=random.randint(0, 2)) + random.sample(

@@ -420,7 +420,7 @@ class Bench:
             self.arrived[VERSIONS[number]].set()
 
     async def compute(self, name: str, count: int) -> None:
-        """Until so many tokens of a request have been sampled and kept."""
+        """Compute until so many tokens of a request have been sampled and kept."""
         while (held := self.requests.held[name]).length < count:
             assert not held.finish, held.error
             await settle()

@@ -46,7 +46,7 @@ class Server:
     failures: list[int] = field(default_factory=list)
     """Statuses of its next answers to completions; 0 is an answer that ends after a token with an error."""
     load_failures: list[int] = field(default_factory=list)
-    """The same of loads; 0 is no answer."""
+    """Statuses of its next answers to loads; 0 is no answer."""
     unload_failures: list[int] = field(default_factory=list)
 
     def restart(self) -> None:

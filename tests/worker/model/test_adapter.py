@@ -144,7 +144,7 @@ def test_an_adapter_with_eva_gives_the_logits_of_peft(tmp_path: Path) -> None:
     ids=str,
 )
 def test_other_options_of_peft_are_refused_by_name(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Without the folder's path."""
+    """The error does not name the folder's path."""
     trained(**LISTED | options).save_pretrained(tmp_path)
     name = "embed_tokens|lm_head" if "target_modules" in options else next(iter(options))
     with pytest.raises(UserError, match=name) as refusal:

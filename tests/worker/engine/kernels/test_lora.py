@@ -62,7 +62,7 @@ def run(decoder: Decoder, tokens: Tensor, groups: Sequence[Group]) -> Tensor:
 
 
 def expected(decoder: Decoder, tokens: Tensor, groups: Sequence[Group]) -> Tensor:
-    """The same in float64."""
+    """The projections in float64."""
     config = decoder.config
 
     def linear(layer: int, site: str, x: Tensor) -> Tensor:
