@@ -54,20 +54,11 @@ MOST_LINES = 6
 """Of a measure on the page."""
 
 AGAIN = {
-    "with lanes: a client's P99 time to first token under two training jobs, not worse than in turns": (
-        "python -m benchmarks.jobs.serving --quick --lanes"
-    ),
     "chaos in virtual time: 1,000 workers, 200 jobs, 100,000 preemptions": "make chaos-at-scale",
     "the controller's time per event as workers and jobs grow": "make controller-scaling",
     "lost workers, restarts, joining workers, seeding": "make bench-preemption",
-    "Tinker calls compared with SkyRL's server; log-probabilities of sampling and training": "make bench-tinker",
-    "the Tinker cookbook's arithmetic": "make cookbook",
-    "16 receivers of 2 GB: <= 1.5 x one copy (20 minutes, 34 GB of disk)": (
-        "python -m benchmarks.scale.weights --chain 4 16 --arms ours --mega 2000 --rate 60 --folder FOLDER"
-    ),
     "differences between versions of an adapter": "python -m benchmarks.scale.weights_direct --only lora",
     "availability traces": "python -m benchmarks.scale.simulation",
-    "a simulation with the shipped worker's I/O side, 1,000 workers": "python -m benchmarks.scale.shipped_worker",
     "any GPU": "make bench-gpu",
 }
 """The measures without a figure, because their code changed since, and the commands that measure them."""
