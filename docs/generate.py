@@ -121,7 +121,7 @@ with rookery.Client() as client:                # the service on this machine, o
     job = client.job("sums")                    # an id or a name
     for kind, data in job.follow():             # until it has ended
         if kind == "metrics":
-            print(data.step, data.reward)
+            print(data.step, data.figure("reward"))  # a dash where there is none
     job.adapter().download("sums-adapter/")     # rookery adapters download sums sums-adapter/
     job.adapter().push("org/sums")              # rookery adapters push sums org/sums: to the Hugging Face Hub
 ```

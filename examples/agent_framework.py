@@ -69,6 +69,6 @@ if __name__ == "__main__":
         stop={"steps": 10},
     )
     for row in job.metrics():
-        print(row.step, row.reward)
-    for evaluation in job.evaluations():
-        print(f"version {evaluation.version}: {evaluation.mean:.3f} +/- {evaluation.stderr:.3f} on held-out names")
+        print(row.step, row.figure("reward"))
+    for row in job.evaluations():  # figure() writes a dash for a number that there is not
+        print(f"version {row.version}: {row.figure('mean')} +/- {row.figure('stderr')} on held-out names")

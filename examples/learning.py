@@ -140,11 +140,13 @@ class Learned:
 
 
 def points(evaluations: Sequence[Record], policy: str) -> list[Point]:
-    """The curve of one policy, by version."""
+    """The curve of one policy, by version. Raises :class:`RookeryError` for a version without a mean."""
     found = []
     for evaluation in evaluations:
         if evaluation.policy != policy:
             continue
+        if evaluation.mean is None:
+            raise RookeryError(f"version {evaluation.version} of {policy}: every held-out episode failed")
         good = [result["metrics"] for result in evaluation.held_out if not result["error"]]
         names = sorted({name for metrics in good for name in metrics})
         means = {}
@@ -167,7 +169,7 @@ def learned(job: Job, seconds: float) -> Learned:
         reason=view.reason or "",
         curves={name: points(evaluations, name) for name in names},
         held_out={name: list(found[-1].held_out) for name, found in of.items() if found},
-        training={name: [row.reward or 0.0 for row in found] for name, found in steps.items()},
+        training={name: [row.reward for row in found] for name, found in steps.items()},
         training_metrics={
             name: [{key.removeprefix(METRIC): row[key] for key in row if key.startswith(METRIC)} for row in found]
             for name, found in steps.items()

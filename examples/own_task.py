@@ -34,9 +34,9 @@ if __name__ == "__main__":
         stop={"steps": 24},
     )
     for row in job.metrics():
-        print(row.step, row.reward)
-    for evaluation in job.evaluations():
-        print(f"version {evaluation.version}: {evaluation.mean:.3f} +/- {evaluation.stderr:.3f} on held-out sums")
+        print(row.step, row.figure("reward"))
+    for row in job.evaluations():  # figure() writes a dash for a number that there is not
+        print(f"version {row.version}: {row.figure('mean')} +/- {row.figure('stderr')} on held-out sums")
     job.adapter().download("adder/")  # a PEFT folder
     example = [{"role": "user", "content": "2 + 3 ="}, {"role": "assistant", "content": "5"}]
     print(job.sample([*example, {"role": "user", "content": "7 + 8 ="}]).text)

@@ -8,6 +8,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from tests.support.commands import commands, options_of
 from tests.support.faces import MODEL, Reach, ThreadedWorker, served
 
 from rookery.client import AdapterFolder, Client, Job
+from rookery.client.connection import record
+from rookery.controller.views import EvaluationView
 from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.foreign.games import set_games
 from rookery.environments.foreign.verifiers import set_verifiers
@@ -24,6 +27,7 @@ from rookery.environments.judges import set_judges
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE
 from rookery.environments.verifiers.verifiers import VERIFIERS
 from rookery.server.app import build
+from rookery.server.schemas import MetricsRow
 from rookery.settings import SECTION_OF, Settings, variable_notes
 from rookery.spec.parsing import parse_job
 
@@ -115,6 +119,37 @@ def test_readme_shows_the_examples() -> None:
     readme = ROOT / "README.md"
     assert next(blocks(readme, "python")) == (examples / "own_task.py").read_text(encoding="utf-8")
     assert next(blocks(readme, "yaml")) == (examples / "sums.yaml").read_text(encoding="utf-8")
+
+
+UNKNOWN: dict[str, list[Any]] = {
+    "metrics": [{**dict.fromkeys(MetricsRow.model_fields), "step": 1}, {"step": 1}],
+    "evaluations": [{**dict.fromkeys(EvaluationView.model_fields), "version": 0}],
+}
+"""By method of a job, records without figures: null, or missing as those of a job on rows are."""
+UNKNOWN["follow"] = [["metrics", row] for row in UNKNOWN["metrics"]]
+
+
+def loops(text: str) -> Iterator[ast.For]:
+    """The loops of a program over the records of its job."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.For) and isinstance(node.iter, ast.Call) and ast.unparse(node.iter)[:4] == "job.":
+            yield node
+
+
+def test_printed_figures_may_be_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Wherever README, docs, examples and skills print what a job returns."""
+    pages = [*PAGES, *sorted((ROOT / "skills").rglob("*.md"))]
+    texts = {f"{page.name}, block {n}": text for page in pages for n, text in enumerate(blocks(page, "python"))}
+    texts |= {file.name: file.read_text(encoding="utf-8") for file in sorted((ROOT / "examples").glob("*.py"))}
+    tried = []
+    for name, text in texts.items():
+        for loop in loops(text):
+            tried.append(name)
+            asked = ast.unparse(loop.iter).removeprefix("job.").partition("(")[0]
+            job = SimpleNamespace(**{method: lambda given=given: record(given) for method, given in UNKNOWN.items()})
+            exec(compile(ast.Module([loop], []), f"{name}: job.{asked}()", "exec"), {"job": job})
+            assert "None" not in capsys.readouterr().out, name
+    assert len(tried) >= 9 and {"README.md, block 0", "own_task.py", "client.md, block 0"} <= set(tried)
 
 
 def test_environment_example_runs(tmp_path: Path, reach: Reach) -> None:

@@ -22,8 +22,10 @@ from benchmarks.lib.harness import ResultFolders
 
 import rookery
 from rookery.client import Record
+from rookery.client.connection import record
 from rookery.environments.builtins import find
 from rookery.environments.xrouter import DIFFICULTIES, XRouter
+from rookery.errors import RookeryError
 from rookery.examples import learning, memory_controller, solver_verifier, word_game, xrouter
 from rookery.examples.charts import Line, line_chart, ticks
 from rookery.examples.learning import Learned, Point, play
@@ -46,6 +48,14 @@ TASKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "solver-verifier": (SolverVerifier(), solver_verifier.job(8)),
     "word-game": (WordGame(), word_game.job(8, 2)),
 }
+
+
+def test_a_version_whose_held_out_episodes_all_failed_is_no_point_of_a_curve() -> None:
+    failed = {"prompt": 1, "reward": 0.0, "metrics": {}, "error": "the environment is away"}
+    row = record({"policy": "main", "version": 8, "mean": None, "stderr": None, "held_out": [failed]})
+    with pytest.raises(RookeryError, match="version 8 of main: every held-out episode failed"):
+        learning.points([row], "main")
+    assert learning.points([row], "other") == []
 
 
 @pytest.mark.parametrize("name", TASKS)

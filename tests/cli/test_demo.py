@@ -53,7 +53,15 @@ def evaluation(rewards: list[float]) -> Record:
 def test_task_is_learned_if_the_gain_is_significant_and_above_the_best_constant_reply(
     before: list[float], after: list[float], learned: bool
 ) -> None:
-    assert compare(slow_clerk.TASK, [evaluation(before), evaluation(after)]).learned is learned
+    found = compare(slow_clerk.TASK, [evaluation(before), evaluation(after)])
+    assert found is not None and found.learned is learned
+
+
+def test_evaluations_whose_episodes_failed_are_not_compared() -> None:
+    last = evaluation([1.0, 1.0])
+    for result in last.held_out[:1]:
+        result["error"] = "the environment is away"
+    assert compare(slow_clerk.TASK, [evaluation([0.0, 0.0]), last]) is None
 
 
 def test_demo_waits_for_a_service_that_is_silent_for_a_while() -> None:

@@ -404,6 +404,16 @@ def test_refused_submit_raises_one_line_and_hosts_nothing(client: Client) -> Non
         _ = Record(step=1).reward
 
 
+def test_a_figure_that_there_is_not_is_a_dash() -> None:
+    nan, name = float("nan"), "reward/a"
+    row = Record(
+        {"mean": 0.12345, "stderr": None, "loss": nan, "kl": -nan, "ratio": float("inf"), "kept": True, "n": 3}
+    )
+    row[name] = 2.0
+    assert [row.figure(one) for one in row] == ["0.123", "–", "–", "–", "–", "–", "3.000", "2.000"]
+    assert (row.figure("mean", ".0%"), row.figure("missing"), row.figure("n", "d")) == ("12%", "–", "3")
+
+
 def test_service_and_key_are_found_from_settings_and_variables(
     service: EmbeddedService, tmp_path: Path, reach: Reach, monkeypatch: pytest.MonkeyPatch
 ) -> None:

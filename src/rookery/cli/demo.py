@@ -93,9 +93,12 @@ class Comparison:
         return self.after - self.before > 2 * self.error and self.after > self.constant
 
 
-def compare(task: Task, evaluations: Sequence[Record]) -> Comparison:
+def compare(task: Task, evaluations: Sequence[Record]) -> Comparison | None:
+    """None where fewer than two held-out prompts have an episode that completed in both evaluations."""
     first, last = evaluations[0].held_out, evaluations[-1].held_out
     pairs = [(a, b) for a, b in zip(first, last, strict=True) if not a["error"] and not b["error"]]
+    if len(pairs) < 2:
+        return None
     gains = [b["reward"] - a["reward"] for a, b in pairs]
     return Comparison(
         before=statistics.fmean(a["reward"] for a, _ in pairs),
@@ -225,6 +228,9 @@ def _report(runs: Sequence[TaskRun], out: Console, folder: Path) -> bool:
             out.print(f"{run.task.name}: {view.state}: {view.reason}", style="bold red", markup=False)
             continue
         found = compare(run.task, run.job.evaluations())
+        if found is None:
+            out.print(f"{run.task.name}: held-out episodes failed: rookery jobs logs has the reason", style="bold red")
+            continue
         results.append((run.task, found))
         numbers = f"{found.before:.3f}", f"{found.after:.3f}", f"{found.after - found.before:+.3f} / {found.error:.3f}"
         verdict = "[green]yes" if found.learned else "[red]NO"

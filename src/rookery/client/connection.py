@@ -28,6 +28,7 @@ from rookery.folders import temporary_errors
 from rookery.lines import LineSplitter
 from rookery.network import http_tls, proxy_of, service_url
 from rookery.pace import TooSlow, TransferPace
+from rookery.telemetry.numbers import figure
 
 BUSY_TRIES, BUSY_SECONDS = 5, 2.0
 """A read that the service refuses, since the tenant asks too much of it, is sent so often in all, where the wait that
@@ -78,6 +79,12 @@ class Record(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(f"no {name!r} here; there is {', '.join(self)}") from None
+
+    def figure(self, name: str, form: str = ".3f") -> str:
+        """The number in the field ``name`` as a text in this form, and a dash where there is none: a field may be null,
+        such as the mean of an evaluation in which every episode failed, or missing, such as a metric of another
+        algorithm."""
+        return figure(self.get(name), form)
 
 
 def record(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 from rookery.client.job import Job
 from rookery.errors import count_of
-from rookery.telemetry.numbers import evaluation_cells
+from rookery.telemetry.numbers import evaluation_cells, figure
 
 EPISODES = 100
 """Newest episodes in a report: a reader looks at a few, and a file for a mail has some megabytes at most."""
@@ -85,7 +85,7 @@ def _lines(job: Job, episodes: int) -> Iterator[str]:
             ("policy", "version", "step", "reward", "loss", "staleness"),
             [
                 (one.name, f"{one.version} of {one.follows}" if one.follows else one.version,
-                 *(_figure(one.get(figure)) for figure in ("step", "reward", "loss", "staleness")))
+                 *(figure(one.get(name), ".4g") for name in ("step", "reward", "loss", "staleness")))
                 for one in view.policies
             ],
         )  # fmt: skip
@@ -152,10 +152,6 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     head = "".join(f"<th>{name}</th>" for name in heads)
     body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _figure(value: float | None) -> str:
-    return f"{value:.4g}" if _known(value) else "–"
 
 
 def _known(value: Any) -> TypeGuard[float]:

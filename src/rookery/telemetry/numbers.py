@@ -11,6 +11,9 @@ from rookery.errors import count_of
 RENEWED = "renewed"
 """Key in a step's row, no metric: when steps before it were deleted."""
 
+NONE = "–"
+"""Stands for a number that there is not."""
+
 
 def numbers(row: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
     """The finite numbers of a row by name, nested mappings flattened with ``/``; not :data:`RENEWED`."""
@@ -23,17 +26,23 @@ def numbers(row: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]
     return found
 
 
+def figure(value: object, form: str = ".3f") -> str:
+    """A number in this form, as people read it; a dash for what is none: null, NaN, an infinity."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return format(value, form) if number else NONE
+
+
 def evaluation_cells(evaluation: Mapping[str, Any]) -> dict[str, str]:
     """The results of an evaluation by their names: the mean reward on prompts, or on rows the held-out loss."""
     count = str(evaluation["prompts"])
     if (loss := evaluation.get("loss")) is not None:
-        return {"loss": f"{loss:.4f}", "accuracy": _figure(evaluation.get("accuracy")), "held-out rows": count}
+        return {"loss": f"{loss:.4f}", "accuracy": figure(evaluation.get("accuracy")), "held-out rows": count}
     spread = "" if evaluation.get("stderr") is None else f" ± {evaluation['stderr']:.3f}"
     constant, mean = (evaluation.get("constant") or {}).get("reward"), evaluation["mean"]
     return {
         "mean reward": "all failed" if mean is None else f"{mean:.3f}{spread}",
         "held-out prompts": count,
-        "best constant reply": _figure(constant),
+        "best constant reply": figure(constant),
     }
 
 
@@ -47,7 +56,3 @@ def evaluation_text(evaluation: Mapping[str, Any]) -> str:
     accuracy = evaluation.get("accuracy")
     right = "" if accuracy is None else f", the chosen reply preferred in {accuracy:.0%}"
     return f"loss {cells['loss']}{right} on {count_of(evaluation['prompts'], 'held-out row')}"
-
-
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
