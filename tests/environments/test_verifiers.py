@@ -415,6 +415,15 @@ def test_json() -> None:
     near = Json.model_validate({"fields": {"x": {"from": "answer", "tolerance": 0.1}}, "valid": 0})
     for number, right in (("1.1", 1), ("0.9", 1), ("1.1000001", 0), ("1" + "0" * 400, 0)):
         assert near.score(f'{{"x": {number}}}', {"answer": 1.0})[0] == right, "as number does"
+    for weights in (
+        [0.1] * 10,
+        [0.1, 0.2, 0.3],
+        [0.7, 0.1, 0.3],
+        [1e-9, 1e9],
+    ):  # a reply with every field right earns 1
+        fields = {f"f{n}": {"equals": n, "weight": weight} for n, weight in enumerate(weights)}
+        right = json.dumps({name: field["equals"] for name, field in fields.items()})
+        assert {reward("json", right, {}, fields=fields, valid=valid) for valid in (0, 0.1, 0.3, 0.35, 0.7, 1)} == {1.0}
     nested = Json.model_validate({"fields": {"a": {"equals": {"b": [1, None]}}}, "valid": 0})
     assert nested.score('{"a": {"b": [1, null]}}', {})[0] == 1
 

@@ -150,6 +150,7 @@ def test_partial_reward_and_the_limits() -> None:
     assert code.score(FENCED.replace("a + b", "abs(a) + b"), TESTS)[0] == pytest.approx(0.5 + 1.5 * 0.5)
     reward, metrics = code.score("def add(a, b):\n    while True: pass", TESTS)
     assert reward == 0.5 and metrics["timed_out"] == 1.0
+    assert Code.model_validate({"right": 0.1, "wrong": -0.3}).score(FENCED, TESTS)[0] == 0.1, "without rounding"
 
 
 def test_forged_checks_earn_no_more_than_all() -> None:

@@ -403,16 +403,16 @@ class Json(AnyVerifier):
         if given is not None and self.only and set(given) - set(self.fields):
             given = None
         metrics = {"valid": float(given is not None)}
-        earned = 0.0
+        earned = []
         for name, field in self.fields.items():
             expected = field.expected(name, row)
             right = given is not None and name in given and _same(given[name], expected, field.tolerance)
             metrics[f"right/{name}"] = float(right)
-            earned += field.weight * right
+            earned.append(field.weight * right)
         if given is None:
             return 0.0, metrics
-        total = math_module.fsum(field.weight for field in self.fields.values())
-        return self.valid + (1 - self.valid) * earned / total, metrics
+        share = math_module.fsum(earned) / math_module.fsum(field.weight for field in self.fields.values())
+        return self.valid + (1 - self.valid) * share, metrics  # 1 where every field is right
 
     def constants(self, rows: Sequence[Row]) -> list[str]:
         return [json_module.dumps({name: self._constant(name, rows) for name in self.fields})] if rows else []
@@ -539,9 +539,10 @@ class Code(AnyVerifier):
             return self.wrong, {"right": 0.0, "passed": 0.0, "timed_out": 0.0}
         limits = ProgramLimits(self.seconds, self.memory_mb << 20, self.output_kb << 10)
         found = code_score(self._sandbox, limits, code_of(text), task)
-        share = float(found.right) if found.right or not self.partial else found.passed
         metrics = {"right": float(found.right), "passed": found.passed, "timed_out": float(found.timed_out)}
-        return self.wrong + (self.right - self.wrong) * share, metrics
+        if found.right:
+            return self.right, metrics
+        return self.wrong + (self.right - self.wrong) * (found.passed if self.partial else 0.0), metrics
 
 
 _ENDS_WITH_NUMBER = re.compile(r"[:\n][\s*_(\[]{0,8}[0-9]+(?:[.,][0-9]+)?[\s*_)\].!]{0,8}\Z")
