@@ -81,7 +81,10 @@ def test_jsonl_asks_a_judge_about_the_reply() -> None:
                 "1. It is clear.\n2. I give 3": 0.75, "Score: 1\nTotal: 2": 0.5, "# 3\n\nLine 2 is good": 0.75,
                 '{"score": 3, "errors": 2}': 0.75, '{"errors": 2, "Score": "3"}': 0.75, '{"score": 3}\nIt has 2': 0.75,
                 '{"score": 3}, so {"Score": "3.0"}': 0.75, '{"score": "3/4", "errors": 2}': 0.75,
-                '{"errors": 3}': 0.75}  # fmt: skip
+                '{"score": 3, "rating": 1}': 0.75, '{"mark": 1, "SCORE": 3}': 0.75, '{"grade": 3, "errors": 2}': 0.75,
+                '{"score": "3 of 4 points", "errors": 2}': 0.75, '{"result": {"score": 3}}': 0.75,
+                "Score: 3 - fine, but 2 parts are missing": 0.75, "Score: 3 – it has 2 errors": 0.75,
+                "**Score: 3** — of which 1": 0.75, '{"errors": 3}': 0.75}  # fmt: skip
     answers = [("3", 0.75, 0.0), ("0", 0.0, 0.0), ("4", 1.0, 0.0)]
     answers += [(said, reward, 0.0) for said, reward in of_scale.items()]
     answers += [
@@ -96,11 +99,23 @@ def test_jsonl_asks_a_judge_about_the_reply() -> None:
             "Score: 3 of 5",
             '{"score": 9, "errors": 2}',
             'It says {"score": 4}, but: {"score": 1}',
+            '{"score": null, "most": 4}',
+            '{"score": "none", "most": 4}',
+            '{"score": "", "most": 4}',
+            '{"score": [1], "most": 4}',
+            '{"score": {"value": 1}, "most": 4}',
+            '{"score": true, "most": 4}',
+            '{"score": NaN, "most": 4}',
+            '{"score": 1, "score": 3}',
+            '{"score": 3} or {"score": null}',
+            '{"rating": 1, "grade": 3}',
+            "Score: 3 - 2",
         )
     ]
     cut = [
         ("3/4. It is", 0.75, 0.0),
         ('{"score": 3} as 2', 0.75, 0.0),
+        ('{"score": "3"} as 2', 0.75, 0.0),
         ("3\n\nIt has", 0.75, 0.0),
         ("Score: 3 (it", 0.75, 0.0),
     ]

@@ -552,25 +552,42 @@ _NAMED_SCORE = re.compile(
     r"(?:\A[\s*_#>]{0,8}|(?:\A|(?<=[\n.!?]))[\s*_#>-]{0,8}(?:(?:my|the|final|overall|total) ){0,2}"
     r"(?:score|rating|grade|mark)[\s*_]{0,4}(?P<named>:|=|is\b)[\s*_(\[]{0,8})"
     r"\d+(?:[.,]\d+)?[*_)\]]{0,4}"
-    r"(?=\s*\n|\s*\((?!\s*(?:out )?of)|\s+(?:because|since)\b|(?(named)[.,;]\s|(?!)))",
+    r"(?=\s*\n|\s*\((?!\s*(?:out )?of)|\s+(?:because|since)\b|(?(named)(?:[.,;]\s|\s*[-–—]+\s+[^\W\d])|(?!)))",
     re.IGNORECASE,
 )
 """A number that begins the answer, or is named as the score, before text that explains it."""
 
 _SCORES = ("score", "rating", "grade", "mark")
-"""Fields of a judge's answer in JSON that hold the score."""
+"""Fields of a judge's answer in JSON that hold the score; the first one alone where it is there."""
+
+
+def _scores_of(answer: Mapping[str, Any]) -> list[Any]:
+    """The values that may be the score in a judge's answer."""
+    values = [(name.lower(), one) for name, several in answer.items() for one in several]
+    first = [value for name, value in values if name == _SCORES[0]]
+    return first or [value for name, value in values if name in _SCORES]
+
+
+def _all_values(pairs: list[tuple[str, Any]]) -> dict[str, list[Any]]:
+    """``object_pairs_hook`` that keeps each value of a field which is given twice."""
+    fields: dict[str, list[Any]] = {}
+    for name, value in pairs:
+        fields.setdefault(name, []).append(value)
+    return fields
+
 
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class Judge(AnyVerifier):
     """Another policy of the job reads the conversation with a question about the reply, and its answer is the reward:
-    the field `score` of a JSON object in it (of several that differ none is), else its last score as `8/10` or as
-    `Score: 8` before an explanation, unless a number after a colon or alone on a line ends the answer, else the last
-    number in it, divided by `scale`. An answer whose number is not from 0 to `scale`, or without one, is 0 and counts
-    in the metric `unjudged`; so does an answer that `max_tokens` ended, unless it has such a score, and a reply that
-    leaves a judging policy no room in its context or no turn. A frozen policy judges alike for the whole job:
-    `policies: {main: {}, judge: {train: false, base: true}}`."""
+    the field `score` of a JSON object in it, or else its field `rating`, `grade` or `mark` (of several that differ, or
+    are no number, none is), else its last score as `8/10` or as `Score: 8` before an explanation, unless a number after
+    a colon or alone on a line ends the answer, else the last number in it, divided by `scale`. An answer whose number
+    is not from 0 to `scale`, or without one, is 0 and counts in the metric `unjudged`; so does an answer that
+    `max_tokens` ended, unless it has such a score, and a reply that leaves a judging policy no room in its context or
+    no turn. A frozen policy judges alike for the whole job: `policies: {main: {}, judge: {train: false, base: true}}`.
+    """
 
     name: Literal["judge"] = "judge"
     policy: Name | None = None
@@ -636,13 +653,24 @@ class Judge(AnyVerifier):
 
     def _number(self, text: str) -> Decimal | None:
         """The score in an answer; None where there is none, or it is not readable."""
-        stated = set[Decimal]()
-        for answer, _, _ in objects(text, json_module.JSONDecoder(), OBJECTS_TRIED):
-            given = [value for name, value in answer.items() if name.lower() in _SCORES]
-            named = [plain_number(value) if isinstance(value, str) else decimal_of(value) for value in given]
-            stated.update(one for one in named if one is not None and len(named) == 1)
+        decoder = json_module.JSONDecoder(object_pairs_hook=_all_values)
+        stated = [self._stated(answer) for answer, _, _ in objects(text, decoder, OBJECTS_TRIED) if _scores_of(answer)]
         if stated:  # one of several may be quoted from the reply
-            return stated.pop() if len(stated) == 1 else None
+            return stated[0] if len(set(stated)) == 1 else None
+        return self._written(text)
+
+    def _stated(self, answer: Mapping[str, Any]) -> Decimal | None:
+        """The score in a JSON object that has one."""
+        given, *others = _scores_of(answer)
+        if others:
+            return None
+        if not isinstance(given, str):
+            return decimal_of(given)
+        number = plain_number(given)
+        return self._written(given) if number is None else number
+
+    def _written(self, text: str) -> Decimal | None:
+        """The score in prose."""
         scale = re.escape(f"{Decimal(repr(self.scale)).normalize():f}") + r"(?:\.0+)?"
         between = r"(?:\(?(?:/|of)|(?:[A-Za-z]{1,12}[*_\s]{1,4})?\(?out of)"
         scored = rf"(\d)[*_)\]\s]{{0,8}}{between}[*_\s]{{0,8}}{scale}(?![.,]?\d)"  # 8/10, 8 points out of 10
