@@ -492,6 +492,19 @@ def test_the_parts_of_a_formula_may_run() -> None:
     assert named_models({"name": "grader", "grader": grader}) == ["judge", "other"]
 
 
+@pytest.mark.parametrize(
+    ("formula", "earned"), [("1 - near", 0), ("max(same, near)", 0), ("same", 0), ("near - 1", -1), ("near", 0)]
+)
+def test_a_reply_earns_nothing_by_a_part_without_a_value(formula: str, earned: float) -> None:
+    parts = {"near": score_model(), "same": {**string_check(), "operation": "ne"}}
+    verifier = VERIFIERS["grader"].model_validate(
+        {"grader": {"type": "multi", "graders": parts, "calculate_output": formula}}
+    )
+    silent: Any = verifier
+    reward, metrics = silent.asking(lambda question: ModelAnswer("very good")).score("A reply", {"answer": ""})
+    assert (reward, metrics["unjudged"], metrics["near"]) == (earned, 1.0, 0.0)
+
+
 @pytest.mark.parametrize("verifier", [None, "math", {"grader": 1}, {"grader": {"graders": [1], "model": 3}}])
 def test_options_of_another_form_name_no_model(verifier: Any) -> None:
     assert named_models(verifier) == []

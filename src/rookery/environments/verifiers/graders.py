@@ -129,7 +129,7 @@ class Graded:
     parts: dict[str, float] = field(default_factory=dict)
     error: str = ""
     failures: tuple[GraderFailed, ...] = ()
-    """The errors of Python and of models, which count as 0."""
+    """The errors of Python and of models, which count as 0 in a formula; the reply earns no more."""
 
 
 def grade(grader: OneGrader, text: str | None, item: Mapping[str, Any], tools: GraderTools) -> Graded:
@@ -157,6 +157,8 @@ def grade(grader: OneGrader, text: str | None, item: Mapping[str, Any], tools: G
             value = value_of(grader)
     except ValueError as raised:
         value, error = 0.0, str(raised)
+    if failures:
+        value = min(0.0, value)
     if text is None:
         value, parts = min(0.0, value), {name: min(0.0, part) for name, part in parts.items()}
     return Graded(value, parts, error or "; ".join(map(str, failures)), tuple(failures))

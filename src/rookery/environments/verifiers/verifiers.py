@@ -687,7 +687,7 @@ class Grader(AnyVerifier):
     """One of OpenAI's graders: `string_check`, `text_similarity`, `python`, `score_model`, `label_model`, or `multi`
     over these, as OpenAI's fine-tuning API has them ([graders](fine-tuning.md#graders)). Metrics: `grader`, for `multi`
     one for each of its parts, and `unjudged`, the share of replies for which Python, a model or the formula gave no
-    value: they earn 0."""
+    value: they earn 0, or less where the formula of `multi` gives less with 0 in that place."""
 
     name: Literal["grader"] = "grader"
     grader: AnyGrader
