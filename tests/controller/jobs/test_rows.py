@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -301,3 +302,5 @@ def test_a_loss_that_is_not_finite_is_no_small_loss() -> None:
     batch = RowBatch(ForwardRequest(batch=b"", loss=protocol.Loss(name="cross_entropy")), 4.0, 1, [5], 0, 0)
     assert step_metrics(batch, {"loss:sum": 2.0})["loss"] == 0.5
     assert math.isnan(step_metrics(batch, {"loss:sum": math.nan, "nonfinite": 1.0})["loss"])
+    nothing = replace(batch, weight=0.0, lengths=[], empty=batch.rows)
+    assert math.isnan(step_metrics(nothing, {"loss:sum": 0.0})["loss"]), "a step that teaches nothing has no loss"

@@ -6,6 +6,7 @@ trainer adds sums; the optimizer step scales them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,9 +94,10 @@ def _named(
 
 
 def step_metrics(batch: RowBatch, sums: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a step on ``batch``, of which ``sums`` are the trainer's: means over tokens or over pairs."""
+    """The metrics of a step on ``batch``, of which ``sums`` are the trainer's: means over tokens or over pairs. A batch
+    that teaches nothing has no loss: NaN."""
     metrics = {
-        "loss": sums.get("loss:sum", 0.0) / max(batch.weight, 1e-9),
+        "loss": sums.get("loss:sum", math.nan) / batch.weight if batch.weight else math.nan,
         "rows": float(batch.rows),
         "rows_cut": float(batch.cut),
         "rows_empty": float(batch.empty),
