@@ -77,6 +77,7 @@ def test_demonstrations_are_learned_in_the_turns_of_the_assistant(row: dict[str,
         {"prompt": "2+2?", "chosen": "4", "rejected": "5", "chosen_tokens": 1, "rejected_tokens": 9, "score": 1},
         {"prompt": "2+2?", "chosen": "4", "rejected": "5", "score_chosen": [1], "score_rejected": [2]},
         {"prompt": "2+2?", "chosen": "4", "rejected": "5", "score_chosen": "low", "score_rejected": "9"},
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5", "preferred_score": 2, "non_preferred_score": 1},
     ],
 )
 def test_preferences_are_two_replies_to_one_prompt(row: dict[str, Any]) -> None:
@@ -221,6 +222,12 @@ REFUSED = [
     ("preferences", {**COMPARED, "chosen-rating": -1, "rejected-rating": 0}, "chosen-rating is -1, less than rejected"),
     ("preferences", {**COMPARED, "chosenReward": 0, "rejectedReward": 0.1}, "exchange the two replies, or leave the"),
     ("preferences", {**COMPARED, "score_chosen": "9", "score_rejected": "10.0"}, 'score_chosen is "9", less than'),
+    (
+        "preferences",
+        {**COMPARED, "rating_Chosen": 1, "Rating_rejected": 2},
+        "rating_Chosen is 1, less than Rating_reje",
+    ),
+    ("preferences", {**PAIR, "preferred_score": 1, "non_preferred_score": 2}, "preferred_score is 1, less than non_p"),
     ("preferences", {**PAIR, "score_chosen": 1, "score_rejected": 2}, "score_chosen is 1, less than score_rejected, 2"),
 ]
 

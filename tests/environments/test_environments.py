@@ -476,7 +476,7 @@ def test_rows_of_a_file_are_read_when_needed_and_hold_little_memory(tmp_path: Pa
 def test_sizes_of_the_splits_count_held_out_rows_that_are_trained_on(tmp_path: Path) -> None:
     """By their prompt alone, however it is written."""
     path = tmp_path / "train.jsonl"
-    train = [{"prompt": "1 + é?", "answer": "2"}, {"prompt": "2+2?", "answer": "4"}, {"prompt": "3+3?", "answer": "6"}]
+    train = [{"prompt": "1 + É?", "answer": "2"}, {"prompt": "2+2?", "answer": "4"}, {"prompt": "3+3?", "answer": "6"}]
     path.write_text("\n".join(json.dumps(row) for row in train))
     held_out = [
         {"prompt": [user("1\N{NO-BREAK SPACE}+\ne\u0301? ")], "answer": "3"},

@@ -60,6 +60,9 @@ ROW_UNREAD = {
 
 _SCORE = re.compile("score|rating|reward", re.IGNORECASE)
 """The names of figures of which the better reply has the higher one."""
+_WORSE = {"chosen": "rejected", "preferred": "non_preferred"}
+_BETTER = re.compile("chosen|(?<!non_)preferred")
+"""The names of the better reply, and by them those of the other."""
 
 MOST_TURNS = 128
 """Learned turns of one conversation: each is rendered with all that precedes it, and may become a sequence."""
@@ -264,9 +267,10 @@ def _refuse_weight(row: Mapping[str, Any]) -> None:
 
 def _refuse_better_rejected(row: Mapping[str, Any]) -> None:
     """The scores of both replies, such as ``score_chosen`` and ``score_rejected``, agree with the order."""
+    spelt = {name.lower(): name for name in row}
     for name, chosen in row.items():
-        other = name.replace("chosen", "rejected")
-        rejected = row.get(other) if other != name and _SCORE.search(name) else None
+        other = spelt.get(_BETTER.sub(lambda better: _WORSE[better[0]], name.lower()), name)
+        rejected = row[other] if other != name and _SCORE.search(name) else None
         scores = [plain_number(one) if isinstance(one, str) else decimal_of(one) for one in (chosen, rejected)]
         if scores[0] is not None and scores[1] is not None and scores[0] < scores[1]:
             raise ValueError(

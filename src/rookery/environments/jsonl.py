@@ -26,7 +26,7 @@ from rookery.environments.messages import MessageRefused, conversation, form_of,
 from rookery.environments.models import AsksModels
 from rookery.environments.tools import Tool, as_message, called
 from rookery.environments.verifiers.parts import spoken
-from rookery.environments.verifiers.texts import is_blank, visible
+from rookery.environments.verifiers.texts import folded, is_blank, visible
 from rookery.environments.verifiers.verifiers import Grader, Judge, Verifier
 from rookery.errors import UserError, count_of, short
 from rookery.protocol import BestConstant
@@ -263,8 +263,8 @@ class Jsonl(RowFiles, AsksModels):
 
 
 def _question(messages: Sequence[Mapping[str, Any]]) -> int:
-    """A hash of the text that messages ask with, as it reads, to compare rows by."""
-    return hash(tuple(visible(readable(message)["content"]) for message in messages))
+    """A hash of the text that messages ask with, as it reads in any case, to compare rows by."""
+    return hash(tuple(folded(readable(message)["content"]) for message in messages))
 
 
 def _add_form(
