@@ -808,6 +808,9 @@ def test_the_calculator_computes_sums_and_nothing_else() -> None:
         "",
         "True + 1",
         "1e300 * 1e300 // 1",
+        "1e300 * 1e300",
+        "1e400",
+        "1e400 - 1e400",
         "(",
     ):
         with pytest.raises(ValueError):

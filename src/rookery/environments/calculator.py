@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
@@ -159,6 +160,8 @@ def calculate(expression: str) -> int | float:
         value = _value(ast.parse(expression.strip().replace("×", "*"), mode="eval").body)
     except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
         raise ValueError(f"{expression!r}: {error}") from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{expression!r}: the result is too large")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -343,7 +343,8 @@ IN_WORDS: list[tuple[str, list[float | None]]] = [
     ("5分の3", [None, None]), ("5분의 3", [None, None]), ("5 ‰", [None]), ("5‰", [None]), ("用了5分", [5]),
     ("5 half-lives", [5]), ("5 tenth-graders", [None]), ("5 hundred", [None]), ("5 mil", [None]),
     ("5 billiard balls", [5]), ("5 milhões", [None]), ("5 mila", [None]), ("5 ألف", [None]), ("5 พัน", [None]),
-    ("5 سوق", [5]), ("5 सौर", [5]),
+    ("5 سوق", [5]), ("5 सौर", [5]), ("two hundred 5", [None]), ("a thousand and 5", [None]),
+    ("5 million, and 5", [None, None]), ("a hundred: 5", [5]), ("the thousandth, 5", [5]), ("5 halves", [None]),
 ]  # fmt: skip
 """Numbers next to words and signs that change them, in the languages that models write."""
 

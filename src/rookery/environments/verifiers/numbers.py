@@ -99,7 +99,7 @@ _JOINING_WORDS = (
 _RATIO = re.compile(r" : \d", re.ASCII)
 _JOINED_BEFORE = re.compile(
     rf"(?:(?:[\d)\]}}][^\s\w]{{0,4}}|[%°]) *(?:{_JOINING_WORDS}|x|:(?<= :))|\b{_NUMBER_WORD} +(?:{_JOINING_WORDS})"
-    rf"|\d *(?:{_RATIO_WORDS})|正[负負]) *\Z",
+    rf"|\d *(?:{_RATIO_WORDS})|正[负負]|\b(?:hundred|thousand|[mb]illion)(?:,? and)?) *\Z",
     re.IGNORECASE,
 )
 _FUNCTION_BEFORE = re.compile(
@@ -109,7 +109,7 @@ _FUNCTION_BEFORE = re.compile(
 )
 _JOINED_AFTER = re.compile(
     rf"(?:%|\\%)? *(?:{_JOINING_WORDS}|x)(?: *(?:-|\+|\$|\\\$|\(|\*\*)*\d| +{_NUMBER_WORD}\b)|"
-    r" *(?:to the |squared|cubed|factorial|and \d+/\d)|"
+    r" *(?:to the |squared|cubed|factorial|halves\b|and \d+/\d)|"
     rf" *and (?:an?|{_NUMBER_WORD})[- ](?:half|halves|quarters?|{_PARTS})\b|"
     r" *[\u4e00-\u9fff]{0,2}半(?![径徑球价價导導数數夜])| *[\uac00-\ud7af]{0,2} ?반(?!\w)|"  # and a half
     r" *\d+ ?[/⁄∕]|"  # a mixed number
