@@ -84,7 +84,7 @@ ADVANTAGES = """\
 
 | algorithm | advantage of an episode | weight of a token |
 | --- | --- | --- |
-| `grpo` | (reward − group mean) / group standard deviation | mean over each episode's tokens, then mean over episodes |
+| `grpo` | (reward − group mean) / (sample standard deviation of the group + 10⁻⁶) | mean over each episode's tokens, then mean over episodes |
 | `dr_grpo` | reward − group mean | 1 / (episodes × longest possible episode) |
 | `rloo` | reward − mean of the others | sum over tokens, mean over episodes |
 | `mean` | reward − group mean | mean over all tokens of the step |

@@ -1,6 +1,6 @@
 """Batches of rows: demonstrations and preferences as training batches, without a rollout. Pure.
 
-The loss of a step is the mean over its learned tokens (``sft``: each times its weight) or over its pairs (``dpo``). The
+The loss of a step is the mean over its learned tokens (``sft``: by their weights) or over its pairs (``dpo``). The
 trainer adds sums; the optimizer step scales them.
 """
 

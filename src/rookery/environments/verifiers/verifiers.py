@@ -508,8 +508,9 @@ class Code(AnyVerifier):
     """Right when the reply's Python code passes every check of its row, in a sandbox without network and files: `tests`
     (Python that runs after the code, a text or a list of texts), `cases` (a list of `{"stdin": …, "stdout": …}`) or
     `files` (a project with tests in files `test*.py`; the reply is the text of the row's `file`, `solution.py` by
-    default). The code is the last fenced block of the reply, or the whole reply. It has the standard library. Metrics:
-    `right`, `passed` (the share of checks), `timed_out`. See [code](environments.md#code)."""
+    default). The code is the last fenced block of Python in the reply, or else the last one without a language, or else
+    the whole reply. It has the standard library. Metrics: `right`, `passed` (the share of checks), `timed_out`. See
+    [code](environments.md#code)."""
 
     name: Literal["sandbox"] = "sandbox"
     right: float = 1.0
