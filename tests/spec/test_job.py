@@ -334,6 +334,7 @@ def test_a_log_level_is_one_of_logging_in_any_case_of_letters() -> None:
         (6, {"epochs": 1}, {"a": {"stop": {"steps": 2}}, "b": {"stop": {"steps": 9}}}, {"a": 2, "b": 3}),
         (6, {"epochs": 1}, {"a": {"stop": {"reward": 1.0}, "algorithm": {"groups_per_step": 3}}}, {"a": 2}),
         (1, {"epochs": 0.1}, {"a": {}, "b": {"train": False, "base": True}}, {"a": 1}),
+        (10, {"epochs": 1.1}, {"a": {"algorithm": {"groups_per_step": 1}}}, {"a": 11}),
         (6, {"steps": 5}, {"a": {}, "b": {"algorithm": {"groups_per_step": 1}}}, {"a": 5, "b": 5}),
     ],
 )

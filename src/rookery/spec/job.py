@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -373,7 +374,8 @@ class JobSpec(StrictModel):
         takes per step."""
         if self.stop.epochs is None:
             return self
-        total, steps = prompts * self.stop.epochs, self._steps_within(prompts * self.stop.epochs)
+        total = prompts * Fraction(repr(self.stop.epochs))  # as it is written: 1.1 times 10 is 11
+        steps = self._steps_within(total)
         policies = dict(self.policies)
         for name in self.trained:
             mine, given = self.of_policy(name)._steps_within(total), policies[name].stop or PolicyStop()
@@ -383,7 +385,7 @@ class JobSpec(StrictModel):
         stops = self.stop.model_copy(update={"steps": steps})
         return self.model_copy(update={"stop": stops, "policies": policies})
 
-    def _steps_within(self, prompts: float) -> int:
+    def _steps_within(self, prompts: Fraction) -> int:
         """The optimizer steps that take so many prompts, at most those of ``stop``."""
         size = self.algorithm.batch_size or self.algorithm.groups_per_step
         steps = max(1, math.ceil(prompts / size))
