@@ -276,6 +276,25 @@ KINDS: dict[str, list[tuple[str, str, int]]] = {
         ("6", r"\boxed{5} is wrong: \boxed{6}", 1),
         ("5", r"\boxed{5 \mod 6}", 0), ("5", r"\boxed{\phantom{5}}", 0), ("5", r"\boxed{5 \approx 6}", 0),
     ],
+    "lists that are no number": [
+        ("3", r"\boxed{[3,3]}", 0), ("3", "$[3,3]$", 0), ("3", "The answer is [3,3].", 0), ("[3,3]", r"\boxed{3}", 0),
+        ("3", r"\boxed{\{3,3\}}", 0), ("3", r"\boxed{(3,3)}", 0), ("[3,3]", r"\boxed{[3,3]}", 1),
+        ("3", r"\boxed{[3,3]\cup[3,3]}", 0), ("3", r"\boxed{x \in [3,3]}", 0), ("3", r"\boxed{x=[3,3]}", 0),
+        ("3", r"\boxed{\left[3,3\right]}", 0), ("3", r"\boxed{\langle 3,3\rangle}", 0), ("x", r"\boxed{[x,x]}", 0),
+        (r"\frac12", r"\boxed{[\frac12,\frac12]}", 0), ("3", r"\boxed{(3)}", 1), ("3", r"\boxed{\gcd(3,6)}", 1),
+        ("3", r"\boxed{\max(3,2)}", 1), ("3", r"\boxed{3 \le x \le 3}", 0),
+    ],
+    "empty sets": [
+        (answer, reply, 0) for answer in ("5", r"\emptyset")
+        for reply in (r"\boxed{\emptyset 5}", r"\boxed{5\emptyset}", r"\boxed{\emptyset, 5}", r"\boxed{\emptyset + 5}",
+                      r"\boxed{\varnothing 5}", r"\boxed{∅5}", r"$\emptyset 5$", r"\boxed{5\{\}}", r"\boxed{\{\}5}",
+                      r"\boxed{\{5,\emptyset\}}", r"\boxed{\{\emptyset\}}", r"\boxed{\emptyset \cup 5}")
+    ] + [
+        (r"\emptyset", reply, 1)
+        for reply in (r"\boxed{\emptyset}", r"\boxed{x\in\emptyset}", r"\boxed{S=\emptyset}", r"\boxed{\varnothing.}",
+                      "∅", r"\boxed{\emptyset \text{ (no solution)}}", r"\boxed{\text{no solution, } \emptyset}",
+                      r"\boxed{\{\}}", r"The answer is $\emptyset$.", "There is none: ∅")
+    ] + [(r"\{\emptyset\}", r"\boxed{\{\emptyset\}}", 1), ("0", r"\boxed{\emptyset}", 0)],
     "two numbers side by side": [
         (answer, reply, 0) for answer in ("5", "6", "30", "56", "11")
         for reply in (r"\boxed{5 \quad 6}", r"\boxed{5\qquad6}", "\\boxed{5\n6}", "\\boxed{5\t6}")

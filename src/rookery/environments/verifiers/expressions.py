@@ -123,6 +123,10 @@ _RELATION = re.compile(rf"{_INEQUALITY.pattern}|=")
 _CONDITION = re.compile(r"\\\{[^{}=:|]*(?::|\||\\mid(?![A-Za-z])|\\vert(?![A-Za-z]))")
 """The beginning of a set that is given by a condition."""
 _MODULO = re.compile(r"\\(?:equiv|[pb]?mod)(?![A-Za-z])|≡|\( ?\\?mod\b|\d *\\approx *-?\d")
+_EMPTY_SET = re.compile(r"\\emptyset(?![A-Za-z])|\\\{ *\\\}")
+_EMPTY_SET_ALONE = re.compile(rf"(?:[^=]*(?:=|\\in(?![A-Za-z])))?[\s.,:;()]*(?:{_EMPTY_SET.pattern})[\s.,:;()]*")
+"""It, and nothing else but a name before it and words."""
+_WORDS_IN_TEXT = re.compile(r"\\text(?:rm|bf|it)? *\{[^{}\d]*\}")
 _JOINED = re.compile(
     r",? *(?:\\(?:text|textrm|mathrm|mbox) ?\{ *(?:and|or) *\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])) *"
 )
@@ -403,6 +407,7 @@ def as_written(latex: str) -> bool:
         or (_FOREIGN_RELATION.search(content) and r"\lim" not in content)
         or _INEQUALITY.match(content)
         or _MODULO.search(content)
+        or (_EMPTY_SET.search(content) and not _EMPTY_SET_ALONE.fullmatch(_WORDS_IN_TEXT.sub("", content)))
         or (_CHANGED.search(content) and re.search(r"\d", content))
     ):
         return True

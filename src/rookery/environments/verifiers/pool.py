@@ -57,7 +57,7 @@ from rookery.environments.verifiers.expressions import (
     split_choice,
     without_unit,
 )
-from rookery.environments.verifiers.sentences import brackets, congruence, congruent
+from rookery.environments.verifiers.sentences import brackets, congruence, congruent, lists
 from rookery.environments.warm_processes import IDLE_SECONDS, WarmProcesses
 from rookery.errors import short
 
@@ -445,6 +445,8 @@ def prepare_math() -> Callable[..., Any]:
             gold, given = (read(text, folds=True) for text in (expected, latex))
         if measure and other and size != other_size and given and isinstance(given[0], Expr):
             given = [given[0] * Rational(other_size / size)]
+        if (_is_value(gold) and _is_list(given)) or (_is_list(gold) and _is_value(given)):
+            return False  # math-verify reads [3,3] as 3
         gold, given = _as_sets(*_with_imaginary_unit(gold, given))
         pairs = [_in_order(gold, given), *_without_per_cent(gold, given)]
         return any(verify(*both, **precision(both[0][0], expected), timeout_seconds=None) for both in pairs)
@@ -456,6 +458,19 @@ def prepare_math() -> Callable[..., Any]:
 def _is_read(found: Sequence[Any]) -> bool:
     """Whether math-verify found an expression, not only a text."""
     return any(not isinstance(one, str) for one in found)
+
+
+def _is_value(found: Sequence[Any]) -> bool:
+    """Whether math-verify found a number, or an expression of one."""
+    from sympy import Expr
+
+    return bool(found) and isinstance(found[0], Expr) and not getattr(found[0], "is_Matrix", False)
+
+
+def _is_list(found: Sequence[Any]) -> bool:
+    """Whether the text in which math-verify found an expression is an interval, a tuple, a set of several, or a union
+    of these."""
+    return any(lists(one) for one in found if isinstance(one, str))
 
 
 def _letters(found: Sequence[Any]) -> set[str]:

@@ -48,6 +48,9 @@ _RATIO = re.compile(
 _FACTORIAL = re.compile(
     r"(?=.*[\w)]!)(?!.*!!)(?:\d++(?:\.\d++)?+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|[-+*/^()!]| (?! ))++", re.ASCII
 )
+_SET_OPERATION = re.compile(r"\\(?:cup|cap|setminus)(?![A-Za-z])|[∪∩]")
+_NAMED = re.compile(r"\A.*(?:=|∈|\\in(?![A-Za-z]))")
+"""The name of a list before it."""
 _CONGRUENCE = re.compile(
     r"(?:(?P<name>[A-Za-z]) ?(?:\\equiv(?![A-Za-z])|≡) ?)?(?P<rest>-?\d{1,30}) ?"
     r"(?:\\pmod ?(?:\{ ?(?P<braced>\d{1,30}) ?\}|(?P<bare>\d{1,30}))"
@@ -111,6 +114,12 @@ def brackets(text: str) -> str:
         if depth <= 0:
             return text[0] + char if several and at == len(text) - 1 and text[0] in "([{" else ""
     return ""
+
+
+def lists(text: str) -> bool:
+    """Whether a text is values in brackets with commas between them, or a union of such lists, also after a name."""
+    text = text.strip(" $")
+    return any(all(map(brackets, _SET_OPERATION.split(one))) for one in (text, _NAMED.sub("", text)))
 
 
 def congruence(text: str) -> tuple[str, int, int] | None:

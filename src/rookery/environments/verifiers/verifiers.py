@@ -262,10 +262,10 @@ def _compile(pattern: str) -> regex.Pattern[str]:
 
 
 class Regex(VerifierOptions):
-    """Right when the pattern is found in the reply and, if it has a group, the group's text reads as the answer, as
-    with [exact](#exact). Without a group the pattern alone decides. The pattern sees composed letters, plain spaces and
-    no characters without a shape. Further metrics: `matched`, and `unjudged` for a search that was stopped after a
-    second."""
+    """Right when the pattern is found in the reply and, if it has a group, the group's text in the first match reads as
+    the answer, as with [exact](#exact). Without a group the pattern alone decides. The pattern sees composed letters,
+    plain spaces and no characters without a shape. Further metrics: `matched`, and `unjudged` for a search that was
+    stopped after a second."""
 
     skips_thinking: ClassVar[bool] = False
     name: Literal["regex"] = "regex"
@@ -432,17 +432,17 @@ class Math(VerifierOptions):
     plain text, equal to the answer: a number, or one expression in LaTeX or as programs write it (`pi/2`, `sqrt(3)`,
     `x**2`). Words, sequences of capital letters (`BCA`), several lines, sets with a condition and answers that begin
     with a relation are compared as they are written; a reply without a box may end with such letters, a choice, words,
-    several numbers (`5 and 6`) or a ratio (`3 to 2`). Congruences are equal where residue and modulus are. Of two
-    choices the letters count (`(D) 12`), of one its letter or its text. A capital letter is the small one, unless the
-    answer or the reply has both, as `R - r` has; two or three small letters are a product, `ab` is `ba`, and `i` is the
-    imaginary unit where it is the only letter. A whole number is compared exactly, others to six decimals, or of an
-    answer below 1 to six significant digits. `5!` is a factorial, except at the end of a sentence. A per cent sign may
-    be missing: `12.5\%` equals 12.5 and 0.125. A unit or a currency may be missing; lengths, areas, volumes, times,
-    masses, speeds, temperatures, money in dollars and cents and the usual units of physics are compared with their
-    units, others without; `5 up` is not `5 down`. A reply that repeats an expression of the prompt, such as `17*23` or
-    `x+2=5`, is wrong, unless the answer is written so or stands in the prompt too. Needs the `math` extra. A comparison
-    that takes more than 5 seconds of processor time, or fails, is wrong and counted as `unjudged`. It has the common
-    options only."""
+    several numbers (`5 and 6`) or a ratio (`3 to 2`). An interval, a tuple or a set of several is no number: `[3,3]` is
+    not 3. Congruences are equal where residue and modulus are. Of two choices the letters count (`(D) 12`), of one its
+    letter or its text. A capital letter is the small one, unless the answer or the reply has both, as `R - r` has; two
+    or three small letters are a product, `ab` is `ba`, and `i` is the imaginary unit where it is the only letter. A
+    whole number is compared exactly, others to six decimals, or of an answer below 1 to six significant digits. `5!` is
+    a factorial, except at the end of a sentence. A per cent sign may be missing: `12.5\%` equals 12.5 and 0.125. A unit
+    or a currency may be missing; lengths, areas, volumes, times, masses, speeds, temperatures, money in dollars and
+    cents and the usual units of physics are compared with their units, others without; `5 up` is not `5 down`. A reply
+    that repeats an expression of the prompt, such as `17*23`, `x+2=5` or an amount to be converted, is wrong, unless
+    the answer is written so or stands in the prompt too. Needs the `math` extra. A comparison that takes more than 5
+    seconds of processor time, or fails, is wrong and counted as `unjudged`. It has the common options only."""
 
     name: Literal["math"] = "math"
     _pool: VerifierPool = PrivateAttr(default_factory=lambda: VerifierPool("math"))
