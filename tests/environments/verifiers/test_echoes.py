@@ -54,6 +54,15 @@ EQUAL: list[tuple[Any, str, str, bool]] = [
     ("It is -5 degrees.", "-5", r"\boxed{-5}", False),
     ("Between 3-5, which is the largest?", "5", r"\boxed{5}", False),
     (None, "391", r"\boxed{17*23}", False),
+    ("Convert 5 km to meters.", "5000 m", r"\boxed{5\text{ km}}", True),
+    ("Convert $5\\text{ km}$ to meters.", "5000 meters", r"\boxed{5 \text{ kilometers}}", True),
+    ("Convert 5 km to meters.", "5000 m", "The answer is 5 km.", True),
+    ("Convert 5 km to meters.", "5000 m", r"\boxed{5000\text{ m}}", False),
+    ("Convert 5 km to meters.", "5000 m", r"\boxed{500000\text{ cm}}", False),
+    ("Convert 15 km to meters, not 5 miles.", "5000 m", r"\boxed{5\text{ km}}", False),
+    ("A rope has 5 m. How long is it?", "5 m", r"\boxed{5\text{ m}}", False),
+    ("How many minutes are 2 hours?", "120 minutes", r"\boxed{2\text{ hours}}", True),
+    ("How many minutes are 2 hours?", "120", r"\boxed{2\text{ hours}}", False),
 ]
 """A prompt, its answer, a reply of the same value, and whether it only repeats the prompt."""
 

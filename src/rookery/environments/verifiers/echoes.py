@@ -1,15 +1,16 @@
 r"""Replies that repeat an expression of the question: ``17*23`` is equal to the answer of "What is 17*23?", as are
-``(x-1)(x+1)`` to what it shall be expanded to and ``x+2=5`` to its solution."""
+``(x-1)(x+1)`` to what it shall be expanded to, ``x+2=5`` to its solution, and ``5 km`` to the number of metres."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from rookery.environments.verifiers.boxes import last_box, several_boxes
-from rookery.environments.verifiers.expressions import content_of
+from rookery.environments.verifiers.expressions import content_of, without_unit
 from rookery.environments.verifiers.numbers import spelt_in_ascii
 from rookery.environments.verifiers.sentences import END, last_answer
 
@@ -35,6 +36,10 @@ _FRACTION = re.compile(r"-?(\d{1,18})[/:](\d{1,18})", re.ASCII)
 """A fraction or a ratio."""
 _VALUE = re.compile(r"-?[\d.,]*%?|-?\d+[a-zA-Z]{0,3}|[A-Za-z]='?-?[\d.,/]+", re.ASCII)
 """A number, a number with a unit or a coefficient, a variable with its number."""
+_QUANTITY = re.compile(
+    r"(?<![\w.,])-?\d[\d.,]*(?:\s|~|\\[,;: ])*(?:\\(?:text|textrm|mathrm|mbox) ?\{ *[A-Za-zµμΩ]+ *\}|[A-Za-zµμΩ]+)"
+)
+"""A number and the word after it."""
 _BEFORE = re.compile(r"\b(?:is|are|be|equals)\b:?|[:：\n]")
 """The text before an answer."""
 _MATHEMATICS = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
@@ -48,7 +53,24 @@ def repeats_question(reply: str, expected: str, row: Mapping[str, Any]) -> bool:
     if not asked or (_is_expression(written) and written in asked):
         return False
     keys = [key for key in map(_key, _answers(reply)) if key != written and not key.endswith(f"={written}")]
-    return any(_is_expression(key) and key in asked for key in keys)
+    return any(_is_expression(key) and key in asked for key in keys) or _repeats_amount(reply, expected, row)
+
+
+def _repeats_amount(reply: str, expected: str, row: Mapping[str, Any]) -> bool:
+    """Whether the answer of a reply is an amount of the row's messages in another unit than that of the answer, into
+    which it is to be converted."""
+    wanted = _amount(expected)
+    if wanted is None:
+        return False
+    asked = {_amount(found[0]) for found in _QUANTITY.finditer(_asked(row))}
+    given = [amount for amount in map(_amount, _answers(reply)) if amount is not None]
+    return any(one in asked and one[1] == wanted[1] and one[2] != wanted[2] for one in given)
+
+
+def _amount(text: str) -> tuple[str, str, Fraction] | None:
+    """The number of an answer, the measure of its unit and the unit's size; None without a unit that is known."""
+    number, measure, size = without_unit(rf"\boxed{{{content_of(text)}}}")
+    return (_key(content_of(number)), measure, size) if measure else None
 
 
 def _answers(reply: str) -> list[str]:
