@@ -18,6 +18,7 @@ from typing import Any
 SHAPELESS = dict.fromkeys(
     [
         0xAD,
+        0x34F,
         0x61C,
         0x180E,
         0x200B,
@@ -26,11 +27,13 @@ SHAPELESS = dict.fromkeys(
         *range(0x202A, 0x202F),
         *range(0x2060, 0x2065),
         *range(0x2066, 0x206A),
+        *range(0xFE00, 0xFE10),
         0xFEFF,
     ]
 )
-"""Soft hyphen, zero-width spaces and joins without a meaning, marks of the writing direction: a table for ``translate``
-that deletes them. The joiners U+200C and U+200D stay: they change letters and emoji."""
+"""Soft hyphen, zero-width spaces and joins without a meaning, marks of the writing direction, selectors of a variant of
+the character before, such as a coloured one: a table for ``translate`` that deletes them. The joiners U+200C and U+200D
+stay: they change letters and emoji."""
 
 HYPHENS = "\N{HYPHEN}\N{NON-BREAKING HYPHEN}"
 """Characters that look like the hyphen of ASCII."""
