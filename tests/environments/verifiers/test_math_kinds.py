@@ -292,9 +292,20 @@ KINDS: dict[str, list[tuple[str, str, int]]] = {
     ] + [
         (r"\emptyset", reply, 1)
         for reply in (r"\boxed{\emptyset}", r"\boxed{x\in\emptyset}", r"\boxed{S=\emptyset}", r"\boxed{\varnothing.}",
-                      "∅", r"\boxed{\emptyset \text{ (no solution)}}", r"\boxed{\text{no solution, } \emptyset}",
-                      r"\boxed{\{\}}", r"The answer is $\emptyset$.", "There is none: ∅")
+                      r"\boxed{\emptyset \text{ (no solution)}}",
+                      r"\boxed{\{\}}", r"The answer is $\emptyset$.")
     ] + [(r"\{\emptyset\}", r"\boxed{\{\emptyset\}}", 1), ("0", r"\boxed{\emptyset}", 0)],
+    "signs that are left out before a number": [
+        (answer, reply, 0) for answer in ("5", "6")
+        for reply in (r"\boxed{6 \mathbb{R} 5}", r"\boxed{6 \star 5}", r"\boxed{5 \implies 6}", r"\boxed{6 \& 5}",
+                      r"\boxed{5 \Rightarrow 6}", r"\boxed{6 @ 5}", r"\boxed{6 \big 5}", r"\boxed{5 \cup 6}",
+                      r"\boxed{5 \mapsto 6}", r"\boxed{\partial 5}", r"\boxed{\sum 5}", r"\boxed{\notin 5}",
+                      r"\boxed{\mathbb{N} 5}", r"\boxed{5 \text{ is wrong}}", r"$6 \circ 5$")
+    ] + [
+        ("5", reply, 1)
+        for reply in (r"\boxed{\therefore 5}", r"\boxed{\displaystyle 5}", r"\boxed{\lfloor 5.9 \rfloor}",
+                      r"\boxed{\left(5\right)}", r"\boxed{x = 2 \cdot 2 + 1 = 5}", r"\boxed{\approx 5}")
+    ],
     "two numbers side by side": [
         (answer, reply, 0) for answer in ("5", "6", "30", "56", "11")
         for reply in (r"\boxed{5 \quad 6}", r"\boxed{5\qquad6}", "\\boxed{5\n6}", "\\boxed{5\t6}")

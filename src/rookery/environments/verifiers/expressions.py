@@ -123,6 +123,16 @@ _RELATION = re.compile(rf"{_INEQUALITY.pattern}|=")
 _CONDITION = re.compile(r"\\\{[^{}=:|]*(?::|\||\\mid(?![A-Za-z])|\\vert(?![A-Za-z]))")
 """The beginning of a set that is given by a condition."""
 _MODULO = re.compile(r"\\(?:equiv|[pb]?mod)(?![A-Za-z])|≡|\( ?\\?mod\b|\d *\\approx *-?\d")
+_BEFORE_NUMBER = re.compile(
+    r"(?:\A|\A.*?[=:]) *\\(?:therefore|implies|Rightarrow|rightarrow|to)(?![A-Za-z])"
+    r"|\\(?:[dtc]?frac|sqrt|times|cdot|div|pm|mp|l(?:eq?|eqslant|t)|g(?:eq?|eqslant|t)|neq?|equiv|approx|[pb]?mod|over"
+    rf"|choose|[dt]?binom|{_FUNCTIONS}|lg|{_GREEK}|[a-z]*epsilon|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega"
+    r"|mu|nu|xi|psi|zeta|eta|kappa|chi|hbar|infty|q?quad|[a-z]*style|[lL]arge|LARGE|[hH]uge|left|[lr]?[vV]ert|lfloor"
+    r"|lceil|langle|overline|bar|dot|text[a-z]*|math(?:rm|bf|it|sf)|mbox|boldsymbol|bm|boxed|color|to)(?![A-Za-z])"
+)
+"""Commands that may stand before a number, which math-verify reads or which change nothing."""
+_NUMBERED = re.compile(r"\\(?:mathbb *\{?[A-Z]\}?|[A-Za-z]+)(?= *\d)|(?<=\d) *(?:\\[#&_]|[@#`|])(?= *\d)")
+"""A command before a number, or a sign between two."""
 _EMPTY_SET = re.compile(r"\\emptyset(?![A-Za-z])|\\\{ *\\\}")
 _EMPTY_SET_ALONE = re.compile(rf"(?:[^=]*(?:=|\\in(?![A-Za-z])))?[\s.,:;()]*(?:{_EMPTY_SET.pattern})[\s.,:;()]*")
 """It, and nothing else but a name before it and words."""
@@ -213,7 +223,7 @@ _SIGN_AS_TEXT = re.compile(
 )
 """A sign that math-verify would drop as a text."""
 _CHANGED = re.compile(
-    rf"{_IN_TEXT}[^{{}}]*(?:(?<![A-Za-z^_{{\d.,])\d|\b(?:not|no|never"
+    rf"{_IN_TEXT}[^{{}}]*(?:(?<![A-Za-z^_{{\d.,])\d|\b(?:not|no|never|wrong|incorrect"
     r"|(?:less|fewer|greater|more|larger|smaller|higher|lower) than"
     r"|at (?:least|most)|up to|(?:or|and) (?:more|less|fewer|greater|above|below|up)|half|double|twice|triple|thrice"
     r"|minus|negative|plus|squared|cubed|factorial|roots? of|out of|between|and an?|hundred|thousand|million|dozen)\b)"
@@ -407,11 +417,18 @@ def as_written(latex: str) -> bool:
         or (_FOREIGN_RELATION.search(content) and r"\lim" not in content)
         or _INEQUALITY.match(content)
         or _MODULO.search(content)
+        or _is_foreign_before_number(content)
         or (_EMPTY_SET.search(content) and not _EMPTY_SET_ALONE.fullmatch(_WORDS_IN_TEXT.sub("", content)))
         or (_CHANGED.search(content) and re.search(r"\d", content))
     ):
         return True
     return r"\\" in _ENVIRONMENT.sub("", content) or _CONDITION.match(_bare(content)) is not None
+
+
+def _is_foreign_before_number(content: str) -> bool:
+    """Whether something that math-verify leaves out stands before a number, as in 6 X 5."""
+    known = {found.end() for found in _BEFORE_NUMBER.finditer(content)}
+    return any(found.end() not in known for found in _NUMBERED.finditer(content))
 
 
 def _is_text(content: str) -> bool:
