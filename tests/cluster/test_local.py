@@ -495,6 +495,67 @@ def test_workers_share_the_memory_when_there_are_as_many_as_are_allowed(tmp_path
     assert {child.environment["ROOKERY_MEMORY_SHARE"] for child in started} == {"0.1"}
 
 
+@pytest.mark.parametrize(
+    ("workers", "least", "more"), [(1, 3, 2), (2, 3, 1), (3, 3, 0), (0, 1, 1), (0, 0, 0), (1, 0, 0)]
+)
+async def test_fewest_rollout_workers_are_there_before_any_job_asks(
+    tmp_path: Path, workers: int, least: int, more: int
+) -> None:
+    cluster = elastic_cluster(tmp_path, workers=workers, scale_min=least)
+
+    async def spawn(child: Child, log: Path) -> Ended:
+        return Ended(None)
+
+    cluster.processes._spawn = spawn
+
+    def of_model(name: str) -> list[str]:
+        named = (child.name for child in cluster.processes.children)
+        return [one.removeprefix(f"worker-{name}-") for one in named if one.startswith(f"worker-{name}-")]
+
+    numbers = [str(number + 1) for number in range(workers)]
+    await cluster.start()
+    assert of_model("m") == [*numbers, *(f"rollout-{number + 1}" for number in range(more))]
+    cluster.provide("m")
+    cluster.provide("n")
+    assert len(of_model("m")) == workers + more
+    assert len(of_model("n")) == (workers + more if workers else 0), "no worker is started for other models"
+    cluster.release("n")
+    assert of_model("n") == []
+    cluster.scale("m", least, [])
+    assert len(of_model("m")) == workers + more, "no job of the model runs any more"
+    await cluster.stop()
+
+
+async def test_refused_rollout_workers_are_started_again_when_a_job_needs_them(tmp_path: Path) -> None:
+    cluster, codes = elastic_cluster(tmp_path, workers=0, scale_min=2), [EXIT_REFUSED, EXIT_REFUSED, None, None]
+
+    async def spawn(child: Child, log: Path) -> Ended:
+        return Ended(codes.pop(0) if child.model else None)
+
+    cluster.processes._spawn = spawn
+    await cluster.start()
+    rollout = [child for child in cluster.processes.children if child.model]
+    await until(lambda: [child.state for child in rollout] == ["refused"] * 2)
+    cluster.provide("m")
+    await until(lambda: running(*rollout))
+    assert codes == []
+    await cluster.stop()
+
+
+async def test_fewest_workers_on_ray_are_written_for_a_model_that_a_job_names(tmp_path: Path) -> None:
+    cluster = elastic_cluster(tmp_path, cluster="ray", models="", scale_min=4, ray_spot_workers=1)
+    cluster.provide("a/m")
+    assert [child.name for child in cluster.processes.children] == ["ray-m"]
+    await until(lambda: ray.read_scale(tmp_path, "a/m") == 2)
+
+
+def test_number_for_ray_is_read_also_where_no_other_worker_is_configured(tmp_path: Path) -> None:
+    cluster = elastic_cluster(tmp_path, cluster="ray", workers=0)
+    assert [child.name for child in cluster._workers(["m"])] == ["ray-m"]
+    cluster.provide("named")
+    assert cluster.processes.children == [], "no worker is started for other models"
+
+
 async def test_number_for_ray_is_left_where_its_process_reads_it(tmp_path: Path) -> None:
     cluster = elastic_cluster(tmp_path, cluster="ray", models="a/m,b/m")
     for count in (4, 2, 3):

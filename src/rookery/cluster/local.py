@@ -65,6 +65,8 @@ class ProcessCluster:
         self.processes.add(await asyncio.to_thread(self._workers, self._models))
         host = ray_environment_host if self._settings.cluster.cluster == "ray" else environment_host
         self.processes.add([host(self._settings, self._url, self._token)])
+        for model in self._models:
+            self._have_least(model)
         await self.processes.start()
 
     def _child_failed(self, child: Child, reason: str) -> None:
@@ -84,14 +86,27 @@ class ProcessCluster:
         refused to start are started again."""
         elastic = self._elastic.get(model, [])
         there = [child for child in self.processes.children if child.model == model and child not in elastic]
-        if there and all(child.state == "refused" for child in there):
-            self.processes.retry(there)
-        if there or model in self._models:
+        for children in (there, elastic):
+            if children and all(child.state == "refused" for child in children):
+                self.processes.retry(children)
+        if there or model in self._models or not self._fixed:
             return
-        if workers := self._workers([model]):
-            log.info("starting a worker for base model %s", model)
-            self._provided[model] = workers
-            self.processes.add(workers)
+        log.info("starting a worker for base model %s", model)
+        workers = self._provided[model] = self._workers([model])
+        self.processes.add(workers)
+        self._have_least(model)
+
+    @property
+    def _fixed(self) -> int:
+        """The workers per model that always stay."""
+        cluster = self._settings.cluster
+        return self._settings.server.workers + (cluster.ray_spot_workers if cluster.cluster == "ray" else 0)
+
+    def _have_least(self, model: str) -> None:
+        """Start the fewest rollout workers of ``model`` that the settings ask for: no job has asked for more yet, and
+        a synchronous one never does."""
+        if self._settings.cluster.scale_max:
+            self.scale(model, self._settings.cluster.scale_min, [])
 
     def release(self, model: str) -> None:
         """End the workers that :meth:`provide` started for ``model``."""
@@ -107,7 +122,7 @@ class ProcessCluster:
             return
         started = f"{file_name(model)}{SCALED}"
         others = sum(not name.removeprefix("local-").startswith(started) for name in serving)
-        more = max(0, count - max(self._settings.server.workers, others))
+        more = max(0, count - max(self._fixed, others))
         if self._settings.cluster.cluster == "ray":
             self._written = asyncio.create_task(self._write_scale(self._written, model, more))
             return
@@ -178,7 +193,7 @@ def elastic_workers(
 
 def ray_launchers(settings: Settings, models: Sequence[str], url: str, token: str) -> list[Child]:
     """The processes that keep the workers of ``models`` alive on Ray's nodes, one for each."""
-    if settings.server.workers + settings.cluster.ray_spot_workers == 0:
+    if settings.server.workers + settings.cluster.ray_spot_workers + settings.cluster.scale_max == 0:
         return []
     environment = child_environment(settings, token)
     arguments = ["rookery.cluster.ray", "--connect", url, "--model"]
