@@ -168,9 +168,9 @@ class LimitSettings(Section):
     row_bytes: int = Field(256 << 10, ge=1 << 10)
     """Largest row of an uploaded dataset: a row travels with each of its episodes."""
     job_tokens: int = Field(1 << 25, ge=1)
-    """Sampled tokens that the groups of one job may hold in memory: `groups_per_step` x (`max_staleness` + 1) x
-    `group_size` x `max_tokens` x turns. A token takes about 80 bytes of the service. A tenant's running jobs together
-    hold at most twice as many; further ones are queued."""
+    """Sampled tokens that the groups of one job may hold in memory: `groups_per_step` x (`max_staleness` + 1), summed
+    over the policies that train, x `group_size` x `max_tokens` x turns. A token takes about 80 bytes of the service. A
+    tenant's running jobs together hold at most twice as many; further ones are queued."""
     job_episodes: int = Field(4096, ge=2)
     """Episodes of one job that run at once, in whole groups, at least one. Further groups start when others end. An
     evaluation has as many in addition."""
