@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.controller.jobs.test_policies import PAIR, debate
 from tests.support.peers import ScriptedWorker, Service, job_of
 
 from rookery import protocol
@@ -19,6 +20,7 @@ from rookery.controller.jobs.trajectory import decode_turns
 from rookery.protocol.connection import ConnectionClosed
 from rookery.simulation.clock import InlineWriter, VirtualClock
 from rookery.simulation.clock import run as run_virtually
+from rookery.storage.models import PolicyRow
 from rookery.storage.repositories import jobs
 from rookery.storage.repositories import versions as version_rows
 
@@ -289,5 +291,37 @@ def test_groups_sampled_by_a_lost_version_are_dropped(tmp_path: Path) -> None:
         reasons = Counter(row["reason"] for row in service.groups(job) if row["state"] == "dropped")
         assert reasons["its version was lost"] >= 1
         assert all(lost not in sampled for row, sampled in episodes if (row.consumed_by or 0) > lost)
+
+    play(tmp_path, scene)
+
+
+@pytest.mark.parametrize("lost", list(PAIR))
+def test_groups_that_a_lost_version_began_count_as_dropped_for_its_policy(tmp_path: Path, lost: str) -> None:
+    async def scene(service: Service) -> None:
+        await Paced(service).join()
+        host = await service.host(script=debate).join()
+        job = await submit(service, "switch", policies=PAIR, stop__steps=40, algorithm__max_staleness=2)
+
+        def policy() -> PolicyRow:
+            return service.database.read(jobs.get_policy, "alice", job, lost)
+
+        def said_by_the_head() -> bool:
+            rows = [e for g in service.database.read(jobs.open_groups, job) for e in g.episodes]
+            turns = [t for row in rows for t in decode_turns(row.turns, "solver") if t.policy == lost]
+            return any(policy().head_version in turn.versions for turn in turns)
+
+        await until(lambda: (policy().head_version or 0) >= 3 and said_by_the_head())
+        await service.crash()
+        head = policy().head_version or 0
+        service.corrupt(service.database.read(version_rows.version, "alice", policy().id, head).hash)
+        service.stop_at(job, head + 3)
+        await service.start()
+        await Paced(service).join()
+        await service.reconnect(host).join()
+        view = await service.controller.queries.wait("alice", job)
+        assert view.state == "completed", view.reason
+        assert any(row["reason"] == "its version was lost" and row["state"] == "dropped" for row in service.groups(job))
+        parts = {name: view.counters.get(f"groups_dropped_stale/{name}", 0) for name in PAIR}
+        assert parts[lost] > 0 and view.counters["groups_dropped_stale"] == sum(parts.values())
 
     play(tmp_path, scene)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -89,8 +89,8 @@ class Groups:
         for group in await self._store.read(jobs.open_groups, self._job.row.id):
             versions = {name: self._resume_version(group, name, head) for name, head in self._job.newest().items()}
             known = {name: version for name, version in versions.items() if version is not None}
-            if known != versions:
-                await self._drop(group, "its version was lost")
+            if lost := versions.keys() - known.keys():
+                await self._drop(group, lost)
             else:
                 self._start(tasks, group, known)
 
@@ -270,9 +270,11 @@ class Groups:
         if group.ordinal >= self._job.row.cursor:
             self._failures.add(error)
 
-    async def _drop(self, group: GroupRow, reason: str) -> None:
-        self._progress.counters["groups_dropped_stale"] += 1
-        await self._progress.store(jobs.drop_groups, [group.id], reason, self._clock.time())
+    async def _drop(self, group: GroupRow, policies: Collection[str]) -> None:
+        """Drop an open group, which a lost version of each of ``policies`` began."""
+        for name in policies:
+            self._progress.counters.update(self._progress.of_policy(name, {"groups_dropped_stale": 1}))
+        await self._progress.store(jobs.drop_groups, [group.id], "its version was lost", self._clock.time())
         self._changed.notify()
 
     async def trim(self) -> None:
