@@ -161,6 +161,25 @@ def test_a_constant_is_the_optimum_where_there_is_nothing_to_route(options: dict
     assert optimum(chosen, prompts) == pytest.approx(max(constant_routes(chosen, prompts).values()))
 
 
+@pytest.mark.parametrize("weight", [0.5, 2.0, 5.0, 40.0])
+@pytest.mark.parametrize("gate", [True, False])
+def test_no_reply_to_a_table_without_chance_earns_more_than_the_optimum(gate: bool, weight: float) -> None:
+    """Every model is right or wrong for sure, so that what each reply earns is exact: of all replies with up to two
+    calls, and a wrong number, the best for each question makes the optimum, the best for all the best constant."""
+    models = {"low": {"price": 0.05, "accuracy": [1, 0, 0]}, "top": {"price": 0.3, "accuracy": [1, 1, 0]}}
+    given = {"models": models, "answer": "last", "gate": gate, "cost_weight": weight, "prompts": 6, "eval_prompts": 0}
+    environment: Any = find("xrouter")(given)
+    prompts = [*environment.prompts("train")]
+    calls = [f"call_{name}()" for name in models]
+    replies = [*calls, *(f"{one} {other}" for one in calls for other in calls), "0"]
+    earned = {reply: [played([reply], prompt=n, **given)[0] for n in range(len(prompts))] for reply in replies}
+    best = [max(rewards) for rewards in zip(*earned.values(), strict=True)]
+    assert optimum(XRouterOptions.model_validate(given), prompts) == pytest.approx(statistics.fmean(best))
+    constant = environment.best_constant(prompts)
+    means = {reply: statistics.fmean(rewards) for reply, rewards in earned.items()}
+    assert constant.reward == pytest.approx(max(means.values())) and means[constant.reply] == max(means.values())
+
+
 def test_cost_of_the_optimum_falls_with_its_weight() -> None:
     def cost(weight: float) -> float:
         options = XRouterOptions(cost_weight=weight)

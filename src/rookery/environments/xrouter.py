@@ -37,6 +37,9 @@ OPERANDS: dict[Difficulty, tuple[str, range, range]] = {
 """Of each difficulty the operation and its operands. Their results are out of reach of a small policy, so an answer
 without a call is hardly ever right, and the value of the best route is known."""
 
+GUESS, NO_CALL = "0", 0.0
+"""A reply that is wrong for every question, and its reward: it costs nothing."""
+
 _CALL = re.compile(r"\bcall_([a-z][a-z0-9]{0,30})\(([^()]{0,2000})\)")
 _SELECT = re.compile(r"\bselect_response\(\s*call_([0-9]{1,3})\s*\)")
 _TOOL = re.compile(r"\b(?:call_\w*|select_response)\s*\(")
@@ -188,13 +191,14 @@ class XRouter(Environment):
         return Step(messages=[{"role": "user", "content": "\n".join(lines)}])
 
     def best_constant(self, prompts: Sequence[Any]) -> BestConstant | None:
-        """With ``answer: last``, the model whose constant call is expected to earn most. A constant reply cannot
-        select the response to a call that it does not repeat."""
+        """With ``answer: last``, the constant call, or wrong answer, that is expected to earn most. A constant reply
+        cannot select the response to a call that it does not repeat."""
         if self._options.answer != "last" or not prompts:
             return None
-        earned = constant_routes(self._options, prompts)
+        earned = {f"call_{name}()": reward for name, reward in constant_routes(self._options, prompts).items()}
+        earned[GUESS] = NO_CALL
         best = max(earned, key=earned.__getitem__)
-        return BestConstant(reply=f"call_{best}()", reward=earned[best], prompts=len(prompts))
+        return BestConstant(reply=best, reward=earned[best], prompts=len(prompts))
 
     def for_episode(self) -> Environment:
         return copy.copy(self)
@@ -266,8 +270,9 @@ def best_route(options: XRouterOptions, prompt: Mapping[str, Any]) -> str:
 
 
 def optimum(options: XRouterOptions, prompts: Sequence[Any]) -> float:
-    """The expected mean reward of the best single call for each question."""
-    return statistics.fmean(route_reward(options, prompt, best_route(options, prompt)) for prompt in prompts)
+    """The expected mean reward of the best single call for each question, or of none where each loses."""
+    best = (route_reward(options, prompt, best_route(options, prompt)) for prompt in prompts)
+    return statistics.fmean(max(NO_CALL, reward) for reward in best)
 
 
 def best_threshold(options: XRouterOptions, prompts: Sequence[Any]) -> float:
