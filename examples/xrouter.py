@@ -8,6 +8,7 @@ called equally often for each kind of question.
 
 from __future__ import annotations
 
+import argparse
 import re
 import statistics
 import sys
@@ -49,9 +50,14 @@ KL_WEIGHT = 0.25
 is good on average for all of them is learned first, and with less the shares of the others are gone by then."""
 
 
+COST_CAP = 1.0
+USELESS = COST_CAP / min(model["price"] for model in MODELS.values())
+"""From this weight on no call earns anything."""
+
+
 def environment(weight: float) -> dict[str, Any]:
     return {
-        "id": "xrouter", "models": MODELS, "answer": "last", "turns": 1, "cost_weight": weight, "cost_cap": 1.0,
+        "id": "xrouter", "models": MODELS, "answer": "last", "turns": 1, "cost_weight": weight, "cost_cap": COST_CAP,
         "prompts": 480, "eval_prompts": HELD_OUT, "system": SYSTEM, "instruction": INSTRUCTION,
     }  # fmt: skip
 
@@ -153,9 +159,17 @@ def changed_pools(client: Client, jobs: dict[str, Job]) -> dict[str, Any]:
     return {"changed pools, λ = 2": found}
 
 
+def weight_of(text: str) -> float:
+    """A weight of the cost. Raises ``ValueError``, or ``ArgumentTypeError`` for one with which nothing is learned."""
+    weight = float(text)
+    if not 0 <= weight < USELESS:
+        raise argparse.ArgumentTypeError(f"given {text}, allowed: at least 0 and less than {USELESS:g}")
+    return weight
+
+
 def main() -> int:
     parser = learning.options(__doc__, STEPS, "each job")
-    parser.add_argument("--weights", type=float, nargs="+", default=list(WEIGHTS), help="weights of the cost, λ")
+    parser.add_argument("--weights", type=weight_of, nargs="+", default=list(WEIGHTS), help="weights of the cost, λ")
     parser.add_argument("--warm-up", type=int, default=0, help="steps over which the learning rate rises")
     given = parser.parse_args()
     jobs: learning.Jobs = {

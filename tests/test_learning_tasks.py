@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -197,6 +198,15 @@ def test_yardsticks_leave_room_for_a_router_where_the_cost_counts() -> None:
         assert known["optimum"] >= known["best constant"] >= known["random"]
     known = xrouter.yardsticks(2.0, prompts)
     assert 0.9 * known["optimum"] > max(known["best constant"], known["best threshold"])
+
+
+def test_a_weight_with_which_no_call_earns_anything_is_refused() -> None:
+    prompts = list(XRouter(xrouter.options(2.0)).prompts("eval"))
+    for text in ("-1", "nan", "inf", f"{xrouter.USELESS:g}"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"given {text}, allowed: at least 0 and less than 50"):
+            xrouter.weight_of(text)
+    assert xrouter.yardsticks(xrouter.USELESS, prompts)["optimum"] == 0
+    assert xrouter.yardsticks(xrouter.weight_of(f"{0.99 * xrouter.USELESS}"), prompts)["optimum"] > 0
 
 
 def test_the_form_of_a_call_is_taught_with_every_model_alike() -> None:
