@@ -258,8 +258,8 @@ class ClusterSettings(Section):
     ray_spot_label: str = Field("pool=spot", pattern="^[^=]+=[^=]+$")
     """Label of nodes that may vanish. Reserved workers (`workers` per model) and the environment host avoid them."""
     scale_min: int = Field(1, ge=0, le=1024)
-    """With `scale_max`, and refused without it: the fewest rollout workers per model; the `workers` per model always
-    stay."""
+    """With `scale_max`, and refused without it: the fewest rollout workers per model, whatever its jobs need; the
+    `workers` per model always stay."""
     scale_max: int = Field(0, ge=0, le=1024)
     """The most rollout workers per model, those of `workers` included. The service starts and ends rollout workers by
     the wait of the trainers of asynchronous jobs; with Ray, by way of its autoscaler. 0: their number is fixed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from tests.support.peers import HANG, MODEL, ScriptedHost, Service, eventually, 
 from rookery import protocol
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.jobs.runner import START_SECONDS
+from rookery.controller.quotas import job_problems, tokens_in_memory
 from rookery.errors import count_of
-from rookery.spec.parsing import SpecError
+from rookery.settings import Settings
+from rookery.spec.parsing import SpecError, parse_job
 from rookery.storage.repositories import tenants
 from rookery.storage.repositories.jobs import get_job
 
@@ -88,6 +91,28 @@ async def test_job_beyond_a_limit_is_refused_with_the_numbers(
     assert refusal.value.status == 422
     assert limit == "options_bytes" or f"ROOKERY_{limit.upper()}" in str(refusal.value)
     assert service.controller.queries.health().totals[f"refused_{limit}"] == 1
+
+
+@pytest.mark.parametrize(
+    ("policies", "groups", "longest"),
+    [
+        ({"main": {}}, 8, 16),
+        ({"main": {"algorithm": {"groups_per_step": 3, "max_staleness": 2}, "sampling": {"max_tokens": 9}}}, 9, 9),
+        ({"main": {}, "judge": {"train": False, "base": True, "sampling": {"max_tokens": 99}}}, 8, 99),
+        ({"main": {}, "other": {"algorithm": {"groups_per_step": 5}, "sampling": {"max_tokens": 20}}}, 8 + 10, 20),
+        ({str(number) + "x": {} for number in range(16)}, 16 * 8, 16),
+    ],
+)
+def test_groups_of_every_policy_that_trains_count(policies: dict[str, Any], groups: int, longest: int) -> None:
+    """Each waits for its groups, which may be others than those of its partners. The line has numbers that multiply."""
+    algorithm = {"group_size": 2, "groups_per_step": 4, "max_staleness": 1}
+    spec = parse_job(job_of(policies=policies, algorithm=algorithm, sampling={"max_tokens": 16}))
+    tokens = groups * 2 * longest * 8
+    assert tokens_in_memory(spec.model_dump(mode="json")) == tokens
+    (line,) = job_problems(spec, Settings.load({}, job_tokens=tokens - 1).limits, Counter())
+    assert f"{groups} groups in memory" in line
+    assert f"x group_size 2 x max_tokens {longest} x turns 8 = {tokens}" in line
+    assert not job_problems(spec, Settings.load({}, job_tokens=tokens).limits, Counter())
 
 
 @pytest.mark.parametrize("settings", [{"job_episodes": 8}])

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Ma
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from rookery.aio import Signal
@@ -527,17 +527,17 @@ def job_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) ->
             f"environment: its options have {size} bytes without rows, allowed: at most {OPTIONS_BYTES}"
             "; give rows as a dataset"
         )
-    algorithm, turns = spec.algorithm, spec.environment.turns
-    if algorithm.on_rows:
+    if spec.algorithm.on_rows:
         return problems + _row_problems(spec, limits, refused)
-    groups = algorithm.groups_per_step * (algorithm.max_staleness + 1)
-    tokens = tokens_in_memory(spec.model_dump(include=IN_MEMORY))
-    if tokens > limits.job_tokens:
+    held = groups_in_memory(spec.model_dump(include=IN_MEMORY))
+    if held.tokens > limits.job_tokens:
         refused["job_tokens"] += 1
+        summed = ", summed over the policies that train" if spec.several_trained else ""
         problems.append(
-            f"algorithm: {count_of(groups, 'group')} in memory (groups_per_step x (max_staleness + 1)) x group_size"
-            f" {algorithm.group_size} x max_tokens {spec.sampling.max_tokens} x turns {turns} ="
-            f" {count_of(tokens, 'token')}, allowed: at most {limits.job_tokens} (the service's ROOKERY_JOB_TOKENS)"
+            f"algorithm: {count_of(held.groups, 'group')} in memory (groups_per_step x (max_staleness + 1){summed}) x"
+            f" group_size {held.group_size} x max_tokens {held.max_tokens} x turns {held.turns} ="
+            f" {count_of(held.tokens, 'token')}, allowed: at most {limits.job_tokens} (the service's"
+            " ROOKERY_JOB_TOKENS)"
         )
     return problems
 
@@ -562,16 +562,43 @@ def tokens_in_memory(spec: Mapping[str, Any]) -> int:
         replies = 2 if spec["algorithm"]["name"] == "dpo" else 1
         batches = spec["checkpoints"]["commit_every"] + 1  # those kept for a replay, and the next
         return int(batches * replies * spec["algorithm"]["batch_size"] * spec["algorithm"]["max_length"])
-    algorithm, environment, policies = spec["algorithm"], spec["environment"], spec.get("policies", {}).values()
-    turns = EnvironmentSpec.model_construct(**environment).turns
+    return groups_in_memory(spec).tokens
 
-    def most(section: str, field: str) -> int:
-        """The largest value of a field, the job's or one policy's."""
-        given = [(policy.get(section) or {}).get(field) for policy in policies]
-        return int(max(value for value in (spec[section][field], *given) if value is not None))
 
-    groups = most("algorithm", "groups_per_step") * (most("algorithm", "max_staleness") + 1)
-    return groups * int(algorithm["group_size"]) * most("sampling", "max_tokens") * turns
+class GroupsInMemory(NamedTuple):
+    """The most groups that a job holds at once, and the bounds of what is in one."""
+
+    groups: int
+    """Of all policies that train: each waits for its groups, which may be others than those of its partners."""
+    group_size: int
+    max_tokens: int
+    """Of the policy with the longest replies."""
+    turns: int
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self)
+
+
+def groups_in_memory(spec: Mapping[str, Any]) -> GroupsInMemory:
+    """Of a stored job that samples."""
+    policies = [*spec.get("policies", {}).values()]
+
+    def value(section: str, field: str, policy: Mapping[str, Any]) -> int:
+        """A field of the job, as this policy has it."""
+        own = (policy.get(section) or {}).get(field)
+        return int(spec[section][field] if own is None else own)
+
+    trained = [policy for policy in policies if policy.get("train", True)]
+    return GroupsInMemory(
+        groups=sum(
+            value("algorithm", "groups_per_step", policy) * (value("algorithm", "max_staleness", policy) + 1)
+            for policy in trained or [{}]
+        ),
+        group_size=int(spec["algorithm"]["group_size"]),
+        max_tokens=max(value("sampling", "max_tokens", policy) for policy in policies or [{}]),
+        turns=EnvironmentSpec.model_construct(**spec["environment"]).turns,
+    )
 
 
 def groups_at_once(spec: JobSpec, limits: LimitSettings) -> int:
