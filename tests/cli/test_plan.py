@@ -190,6 +190,10 @@ def test_plan_refuses_jobs_and_machines_that_it_does_not_count(
         (tmp_path / "other.yaml").write_text(yaml.safe_dump(JOB | changed))
         assert code(["plan", "--workers", fleet, "--jobs", job, "--jobs", str(tmp_path / "other.yaml")]) == 2
         assert told in capsys.readouterr().err
+    policies = {f"policy-{number}": {} for number in range(16)}
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(JOB | {"policies": policies}))
+    assert code(["plan", "--workers", fleet, *["--jobs", str(tmp_path / "other.yaml")] * 17]) == 2
+    assert "they train 272 policies, at most 256; plan some of them" in capsys.readouterr().err
     for field, value in (("train_token", 1e308), ("adapter_bytes", 10**400), ("decode", [[1, 1e308]])):
         entry = machine("big").model_dump(mode="json", exclude_none=True) | {field: value}
         (tmp_path / "big.json").write_text(json.dumps({"machines": [entry]}))

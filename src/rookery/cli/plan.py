@@ -23,7 +23,7 @@ from rookery.scheduling.plan.predict import Device, devices_of, plan_of
 from rookery.scheduling.plan.search import BUDGET, Found, gains, search
 from rookery.settings import TrainingSettings
 from rookery.spec.files import read_job
-from rookery.spec.fleet import FleetMachine, FleetSpec, JobDemand, Plan, PlannedWorker, parsed, read_fleet
+from rookery.spec.fleet import MAX_JOBS, FleetMachine, FleetSpec, JobDemand, Plan, PlannedWorker, parsed, read_fleet
 from rookery.spec.job import JobSpec
 from rookery.spec.machine import MOST
 from rookery.spec.parsing import SpecError, parse_job
@@ -75,6 +75,8 @@ def plan(
     texts = (reply_tokens, sigma, prompt_tokens, environment)
     specs = [job_of(path).with_models(canonical) for path in jobs]
     demands = [demand for spec in specs for demand in demands_of(spec, *texts)]
+    if len(demands) > MAX_JOBS:
+        raise UserError(f"--jobs: they train {count_of(len(demands), 'policy')}, at most {MAX_JOBS}; plan some of them")
     model, *others = dict.fromkeys(name for spec in specs for name in spec.base_models)
     if others:
         raise UserError(
