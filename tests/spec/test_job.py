@@ -17,7 +17,7 @@ from rookery import protocol
 from rookery.errors import UserError
 from rookery.settings import Settings
 from rookery.spec.files import read_job
-from rookery.spec.job import JobSpec
+from rookery.spec.job import JobSpec, needed_models
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.spec.policy import LOSS_PARAMETERS, AlgorithmSpec
 
@@ -366,3 +366,17 @@ def test_micro_batches_overlap_with_rollouts_without_being_off_policy(
 ) -> None:
     algorithm = AlgorithmSpec(**given)
     assert (algorithm.off_policy, algorithm.overlaps) == (off_policy, overlaps)
+
+
+@pytest.mark.parametrize(
+    ("policies", "line"),
+    [
+        ({}, "base model a"),
+        ({"main": {}, "old": {"follows": {"policy": "main"}}}, "base model a"),
+        ({"main": {"base_model": "b"}, "old": {"follows": {"policy": "main"}}}, "base model b"),
+        ({"main": {}, "other": {"base_model": "b"}}, "base models a and b"),
+        ({"main": {"base_model": "d"}, "other": {"base_model": "b"}, "third": {}}, "base models a, b and d"),
+    ],
+)
+def test_a_line_names_the_base_models_that_a_job_needs(policies: dict[str, Any], line: str) -> None:
+    assert needed_models({"base_model": "a", "policies": policies}) == line

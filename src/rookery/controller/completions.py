@@ -35,6 +35,7 @@ from rookery.controller.views import Completion
 from rookery.environments.models import ModelQuestion
 from rookery.errors import RookeryError, Unavailable, UserError, short
 from rookery.scheduling.slo import parse_objectives
+from rookery.spec.job import stored_base_model
 from rookery.storage.repositories import jobs, sessions, tenants, versions
 from rookery.storage.store import every
 from rookery.tokenization.chat import NO_VALUES, Chat, Message, read_tokens
@@ -261,7 +262,7 @@ class Completions:
         """All present targets: base models with a worker that the tenant may name, then the newest and every kept
         version of the tenant's jobs, the newest job first, then the checkpoints of its clients. Each with ``name``,
         ``created`` (Unix seconds, 0 for base models), ``owner``, and ``context``, the most tokens of a prompt with its
-        answer, of a base model and of the jobs on it; 0 elsewhere."""
+        answer, of a base model and of the policies on it; 0 elsewhere."""
         services = self._services
         loaded = {worker.hello.model for worker in self._fleet.all() if worker.has_role("rollout", worker.hello.model)}
         owner = await services.store.read(tenants.get_tenant, tenant)
@@ -272,10 +273,11 @@ class Completions:
             if may_name(services.settings, name, owner.admin)
         ]
         last = ""
-        models = await services.store.read(jobs.base_models, tenant)
+        specs = await services.store.read(jobs.base_models, tenant)
         for job, policy, policies, version, created in await services.store.read(versions.kept_versions, tenant):
             name = job if policies == 1 else f"{job}/{policy}"
-            shown = {"created": created, "owner": owner.name, "context": sizes.get(models.get(job, ""), 0)}
+            model = stored_base_model(specs[job], policy) if job in specs else ""
+            shown = {"created": created, "owner": owner.name, "context": sizes.get(model, 0)}
             if name != last:
                 rows.append({"name": f"{name}:latest", **shown})
                 last = name

@@ -52,7 +52,7 @@ from rookery.controller.views import (
 from rookery.protocol.gauges import over_workers
 from rookery.scheduling.health import JobHealth, advice_lines, alarms, max_tokens_of, several
 from rookery.scheduling.usage import Usage
-from rookery.spec.job import scored_policy
+from rookery.spec.job import needed_models, scored_policy
 from rookery.storage.columns import Page
 from rookery.storage.models import (
     FINAL_JOB_STATES,
@@ -352,7 +352,7 @@ class JobQueries:
         elif (waiting := self._jobs.waiting.get(row.id)) is not None:
             waits = self._admission.waits_for(waiting)
         elif row.state in ("queued", "running"):
-            waits = job.waits_for() if job is not None else f"base model {row.spec['base_model']} to be ready"
+            waits = job.waits_for() if job is not None else f"{needed_models(row.spec)} to be ready"
         return JobView(
             id=row.id,
             name=row.name,

@@ -465,3 +465,9 @@ def without_weights(spec: Mapping[str, Any], policy: str, job: str) -> str:
 def stored_base_models(spec: Mapping[str, Any]) -> set[str]:
     """The base models that a stored job needs."""
     return {stored_base_model(spec, policy) for policy in stored_policies(spec)}
+
+
+def needed_models(spec: Mapping[str, Any]) -> str:
+    """The base models that a stored job needs, for a line."""
+    first, *others = sorted(stored_base_models(spec))
+    return f"base models {', '.join([first, *others[:-1]])} and {others[-1]}" if others else f"base model {first}"

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from tests.controller.jobs.test_policies import chain, debate, submit, trained
-from tests.support.peers import MODEL, Service, eventually
+from tests.support.peers import MODEL, Service, eventually, job_of, user_message
 from tests.support.small_model import save_small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import rookery
 from rookery import protocol
+from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.trajectory import episode_result_decoder
 from rookery.server.launcher import EmbeddedService
 from rookery.settings import Settings
@@ -26,7 +27,7 @@ OTHER = "qwen3-0.6b"
 PAIR: dict[str, Any] = {"solver": {"rank": 4}, "verifier": {"rank": 8, "seed": 1, "base_model": OTHER}}
 
 
-def other_chat() -> Chat:
+def other_chat(context: int = 512) -> Chat:
     """Bytes as tokens with ids that the usual one gives to others, and another template."""
     special = ["<|im_end|>", "<s>"]
     vocabulary = {token: id for id, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())[::-1]])}
@@ -35,7 +36,7 @@ def other_chat() -> Chat:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}<s>assistant: "
-    return Chat(tokenizer, template, special={"eos_token": "<|im_end|>"}, ends=[0], context=512)
+    return Chat(tokenizer, template, special={"eos_token": "<|im_end|>"}, ends=[0], context=context)
 
 
 async def two_workers(service: Service) -> dict[str, Any]:
@@ -159,6 +160,38 @@ async def test_a_target_names_the_base_model_of_its_policy(service: Service) -> 
     for name, model in (("solver", MODEL), ("verifier", OTHER), ("judge", OTHER)):
         assert (await find("alice", f"{job}/{name}")).model == model
     assert (await find("alice", f"{job}/judge")).adapter is None
+
+
+async def test_a_dry_run_shows_what_the_policy_reads_that_replies_first(service: Service) -> None:
+    """In the template and the tokens of its base model; or the tokens that the environment gives it."""
+    await two_workers(service)
+    answer: dict[str, Any] = {"messages": [user_message("begin")], "policy": "verifier"}
+    service.peers[-1].script = lambda message: answer
+    other = service.chats[OTHER]
+    [shown, *_] = (await service.controller.dry_run("alice", job_of(policies=PAIR))).prompts
+    assert (shown.text, shown.tokens) == ("<s>user: begin<|im_end|><s>assistant: ", len(other.prompt(shown.messages)))
+    answer = {"tokens": other.encode("rendered"), "policy": "verifier"}
+    [shown, *_] = (await service.controller.dry_run("alice", job_of(policies=PAIR))).prompts
+    assert (shown.text, shown.tokens, shown.messages) == ("rendered", 8, [])
+    answer = {"messages": [user_message("begin")], "policy": "critic"}
+    with pytest.raises(
+        EnvironmentFailed, match=r"^task names the policy 'critic' in turn 0; the job has solver, verif"
+    ):
+        await service.controller.dry_run("alice", job_of(policies=PAIR))
+
+
+async def test_a_listed_version_has_the_context_of_its_policys_base_model(service: Service) -> None:
+    await two_workers(service)
+    service.chats[OTHER] = other_chat(context=300)
+    job = await submit(service, policies=PAIR)
+    await service.ends(job)
+    listed = {row["name"]: row["context"] for row in await service.controller.completions.targets("alice")}
+    contexts = {"solver": service.chat.context, "verifier": 300}
+    assert contexts["solver"] != 300
+    versions = (":latest", "@0", "@1", "@2")
+    assert listed == {MODEL: contexts["solver"], OTHER: 300} | {
+        f"{job}/{policy}{version}": context for policy, context in contexts.items() for version in versions
+    }
 
 
 @pytest.mark.parametrize(

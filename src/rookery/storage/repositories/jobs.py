@@ -78,7 +78,7 @@ _POLICIES = (
     .where(PolicyRow.job == bindparam("job"), PolicyRow.tenant == bindparam("tenant"))
     .order_by(PolicyRow.name)
 )
-_BASE_MODEL = type_coerce(JobRow.spec, JsonPart(("base_model",)))
+_NAMES_MODELS = type_coerce(JobRow.spec, JsonPart(("base_model", "policies")))
 _OWNER = select(JobRow.tenant).where(JobRow.id == bindparam("job"))
 _MOVE_CURSOR = update(JobRow).where(
     JobRow.id == bindparam("job"), JobRow.cursor == bindparam("start"), JobRow.finished.is_(None)
@@ -198,10 +198,10 @@ def list_jobs(connection: Connection, tenant: str, page: Page | None = None) -> 
     return page_of(connection, JobRow, (JobRow.created, JobRow.id), page, descending=True, tenant=tenant)
 
 
-def base_models(connection: Connection, tenant: str) -> dict[str, str]:
-    """The base model of each of the tenant's jobs."""
-    found = connection.execute(select(JobRow.id, _BASE_MODEL).where(JobRow.tenant == tenant))
-    return {id: spec["base_model"] for id, spec in found}
+def base_models(connection: Connection, tenant: str) -> dict[str, dict[str, Any]]:
+    """The parts of the spec of each of the tenant's jobs that name the base models of its policies."""
+    found = connection.execute(select(JobRow.id, _NAMES_MODELS).where(JobRow.tenant == tenant))
+    return {str(id): spec for id, spec in found}
 
 
 def all_unfinished_jobs(connection: Connection) -> list[JobRow]:
