@@ -242,3 +242,29 @@ def test_rows_whose_roles_the_chat_template_refuses_are_named_at_submission(tmp_
         ]
         good = {**environment, "rows": rows[:2]}
         assert client.post("/api/v1/jobs", json=job(environment=good)).status_code == 201
+
+
+def test_rows_that_the_chat_template_of_a_judge_refuses_are_named_at_submission(tmp_path: Path) -> None:
+    """It reads them, too. One that never replies does not."""
+    other, cache = "smollm2-135m-instruct", tmp_path / "cache"
+    write_model(cache)
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% endfor %}"
+    )
+    settings = write_model(cache, other) / "tokenizer_config.json"
+    settings.write_text(json.dumps({"chat_template": template, "eos_token": "<|im_end|>"}))
+    messages = [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]
+    judges = {"id": "jsonl", "rows": [{"messages": messages}], "verifier": {"name": "judge", "policy": "judge"}}
+    base = {"train": False, "base": True}
+    with (
+        served(tmp_path) as service,
+        httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60) as client,
+    ):
+        policies = {"main": {}, "judge": {**base, "base_model": other}}
+        response = client.post("/api/v1/jobs", json=job(environment=judges, policies=policies))
+        assert response.status_code == 422 and response.json()["problems"] == [
+            f"environment: dataset: row 1: {other}: the chat template refuses messages with roles [system, user]:"
+            " no system; give messages that it takes"
+        ]
+        policies = {"main": {}, "judge": base, "silent": {**base, "base_model": other}}
+        assert client.post("/api/v1/jobs", json=job(environment=judges, policies=policies)).status_code == 201

@@ -39,9 +39,9 @@ TEMPLATE = (
 )
 
 
-def write_model(cache: Path) -> Path:
+def write_model(cache: Path, model: str = MODEL) -> Path:
     """A prepared model whose tokens are bytes."""
-    folder = model_folder(cache, MODEL)
+    folder = model_folder(cache, model)
     folder.mkdir(parents=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
@@ -56,7 +56,7 @@ def write_model(cache: Path) -> Path:
     (folder / CONFIG).write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
     (folder / WEIGHTS).write_bytes(save({"w": np.zeros(1, np.float32)}))
-    (folder / PREPARED).write_text(json.dumps({"name": MODEL, "hash": "0" * 64}))
+    (folder / PREPARED).write_text(json.dumps({"name": model, "hash": "0" * 64}))
     return folder
 
 

@@ -127,8 +127,13 @@ def silent_problems(spec: JobSpec) -> list[str]:
 
 def _silent(spec: JobSpec) -> list[str]:
     """The policies that never reply, as far as that shows: the job's environment names others alone."""
-    replying = (next(iter(spec.policies)), spec.environment.judge)
-    return [name for name in spec.policies if name not in replying] if spec.environment.id in FIRST_REPLIES else []
+    return [name for name in spec.policies if name not in replying(spec)]
+
+
+def replying(spec: JobSpec) -> list[str]:
+    """The policies that may reply: of some built-in environments the first one, and the judge of a verifier."""
+    named = (next(iter(spec.policies)), spec.environment.judge)
+    return [name for name in spec.policies if name in named or spec.environment.id not in FIRST_REPLIES]
 
 
 def split_problems(spec: JobSpec, sizes: SplitSizes | None) -> list[str]:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rookery import protocol
 from rookery.controller.episode_views import PromptView
-from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentHosts, EnvironmentRef
+from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentFailed, EnvironmentHosts, EnvironmentRef
 from rookery.controller.job_sinks import missing_secrets, sink_problems
 from rookery.controller.quotas import ROWS, Quotas, as_jsonl, job_problems, row_problems
-from rookery.controller.services import Services
+from rookery.controller.services import Services, Threads
 from rookery.controller.spec_warnings import (
     form_problems,
     judge_problems,
+    replying,
     silent_problems,
     spec_warnings,
     split_problems,
@@ -43,7 +44,7 @@ from rookery.spec.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftLora, read_c
 from rookery.spec.policy import TARGETS
 from rookery.storage.models import PolicyRow
 from rookery.storage.repositories import jobs, tenants
-from rookery.tokenization.chat import Chat, Message, PromptTooLong, tokenized
+from rookery.tokenization.chat import Chat, Message, PromptTooLong, read_tokens, tokenized
 from rookery.tokenization.demonstrations import rendered
 from rookery.tokenization.registry import (
     is_other_base,
@@ -124,7 +125,7 @@ class JobValidator:
             problems += split_problems(spec, sizes)
             spec = _with_steps(spec, sizes, problems)
             if sizes is not None and not problems:
-                problems += await self._form_problems(spec.base_models[0], sizes)
+                problems += await self._form_problems(spec, sizes)
         except UserError as error:
             line = str(error)
             problems.append(line if line.startswith("environment.") else f"environment: {line}")
@@ -196,12 +197,14 @@ class JobValidator:
                 problems.append(f"environment.verifier.grader.model: {error}")
         return problems
 
-    async def _form_problems(self, model: str, sizes: SplitSizes) -> list[str]:
-        """The rows whose roles, or calls of tools, the chat template of a prepared base model refuses, a line each."""
-        services = self._services
-        if (await services.threads(status, services.settings.cache, model)).state != "prepared":
-            return []  # a dry run prepares it and renders the first prompts
-        return await services.threads(form_problems, await services.chat(model), sizes, model)
+    async def _form_problems(self, spec: JobSpec, sizes: SplitSizes) -> list[str]:
+        """The rows whose roles, or calls of tools, the chat template of a prepared base model of a policy that reads
+        them refuses, a line each."""
+        services, problems = self._services, list[str]()
+        for model in dict.fromkeys(map(spec.base_model_of, replying(spec))):
+            if (await services.threads(status, services.settings.cache, model)).state == "prepared":
+                problems += await services.threads(form_problems, await services.chat(model), sizes, model)
+        return problems  # of the others a dry run shows them, which prepares the first
 
     def _not_native(self, model: str) -> str:
         """Why the native decoder does not compute a base model; empty if it does, or that is not known yet."""
@@ -366,7 +369,7 @@ class JobValidator:
             at_once = spec.environment.model_copy(update={"return_timeout": 0.0})  # also where the host leaves now
             environment = replace(environment, spec=at_once)
         evaluation = spec.evaluation
-        chat = await services.chat(spec.base_models[0])
+        await services.chat(spec.base_models[0])  # first: the run needs it whichever policy begins
         split = await hosts.split(environment, "train", 0, PREVIEWED, seed=spec.seed, shuffle=spec.shuffle)
         notes = [split.note]
         if evaluation.prompts:  # raises if there are none
@@ -383,38 +386,67 @@ class JobValidator:
         convert: Callable[[Mapping[str, Any]], Demonstration | Preference] = demonstration
         if spec.algorithm.on_pairs:
             convert = preference
-        shown = []
+        shown, full = list[PromptView](), list[tuple[int, int]]()
         for number, prompt in enumerate(split.prompts):
             if spec.algorithm.on_rows:
-                row: Demonstration | Preference = await services.threads(convert, values.decode(prompt))
-                asked, tools = row.prompt, row.tools
+                row = await services.threads(convert, values.decode(prompt))
+                first = _Opening(policies[0], row.prompt, row.tools)
             else:
-                asked, tools = await self._first_messages(environment, number, prompt), []
-            messages = [readable(message) for message in asked]
+                first = await self._opening(environment, policies, number, prompt)
+            chat = await services.chat(spec.base_model_of(first.policy))
             try:
-                measured = [*asked, *tools]
-                text, tokens = await tokenized(services.threads, chat, measured, _rendered, chat, asked, tools)
+                text, tokens = await first.read(services.threads, chat)
             except PromptTooLong as error:
                 notes.append(f"the training prompt {number + 1} is not shown, and its episodes fail: {error}")
-            else:
-                shown.append(PromptView(messages=messages, text=text, tokens=tokens))
-        if full := [view.tokens for view in shown if view.tokens >= chat.context]:
+                continue
+            shown.append(
+                PromptView(messages=[readable(message) for message in first.messages], text=text, tokens=tokens)
+            )
+            if tokens >= chat.context:
+                full.append((tokens, chat.context))
+        if full:
+            longest, context = max(full)
             notes.append(
                 f"{len(full)} of the first {count_of(len(split.prompts), 'prompt')} leave no room for a reply: the"
-                f" longest has {count_of(max(full), 'token')}, the model's context is {chat.context}"
+                f" longest has {count_of(longest, 'token')}, the model's context is {context}"
             )
         best = {name: BestConstantView.model_validate(constant) for name, constant in constants.items()}
         return shown, best, [note for note in notes if note]
 
-    async def _first_messages(self, environment: EnvironmentRef, number: int, prompt: bytes) -> list[dict[str, Any]]:
-        """The messages with which an episode of the prompt of this ``number`` begins."""
+    async def _opening(
+        self, environment: EnvironmentRef, policies: Sequence[str], number: int, prompt: bytes
+    ) -> _Opening:
+        """How an episode of the prompt of this ``number`` begins. Raises
+        :class:`~rookery.controller.fleet.env_hosts.EnvironmentFailed`, also where each such episode would fail."""
         host = await self._hosts.host_for(environment)
         reset = environment.reset(f"{environment.job}-{number}", prompt, number)
         try:
             observed = await self._hosts.observe(host, environment, reset)
         finally:
             self._hosts.close_episode(host, reset.episode)
-        return [{"role": turn.role, "content": turn.content} for turn in observed.messages]
+        policy = observed.policy or policies[0]
+        if policy not in policies:
+            raise EnvironmentFailed(environment.unknown_policy(policy, 0, policies))
+        messages = [{"role": turn.role, "content": turn.content} for turn in observed.messages]
+        return _Opening(policy, messages, continued=observed.tokens)
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """What the policy that replies first reads."""
+
+    policy: str
+    messages: Sequence[Message] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    continued: Sequence[int] = ()
+    """Tokens of the environment instead of messages."""
+
+    async def read(self, threads: Threads, chat: Chat) -> tuple[str, int]:
+        """The text, and the number of its tokens. Raises :class:`PromptTooLong`."""
+        if self.continued:
+            return await read_tokens(threads, chat.decode, self.continued), len(self.continued)
+        measured = [*self.messages, *self.tools]
+        return await tokenized(threads, chat, measured, _rendered, chat, self.messages, self.tools)
 
 
 def _with_steps(spec: JobSpec, sizes: SplitSizes | None, problems: list[str]) -> JobSpec:

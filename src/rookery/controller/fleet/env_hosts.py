@@ -93,6 +93,10 @@ class EnvironmentRef:
             seed=seed, tenant=self.tenant,
         )  # fmt: skip
 
+    def unknown_policy(self, name: str, turn: int, policies: Iterable[str]) -> str:
+        """The line about a policy that it names in a turn and that is none of the job's ``policies``."""
+        return f"{self.name} names the policy {short(repr(name))} in turn {turn}; the job has {', '.join(policies)}"
+
     def prompts(
         self, split: Literal["train", "eval"], start: int, count: int, *, seed: int, shuffle: bool,
         constant: bool = False,

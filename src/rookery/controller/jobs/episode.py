@@ -40,7 +40,7 @@ from rookery.controller.jobs.trajectory import (
 )
 from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
 from rookery.environments.verifiers.parts import opened_thought
-from rookery.errors import RookeryError, count_of, short
+from rookery.errors import RookeryError, count_of
 from rookery.spec.job import AGENT
 from rookery.spec.policy import InFlight
 from rookery.storage.models import EpisodeRow
@@ -434,10 +434,7 @@ class Episode:
         """The policy of the job that the environment names."""
         policy = self.job.policies.get(name)
         if policy is None:
-            raise EpisodeFailed(
-                f"{self.job.environment.name} names the policy {short(repr(name))} in turn {turn}; the job has"
-                f" {', '.join(self.job.policies)}"
-            )
+            raise EpisodeFailed(self.job.environment.unknown_policy(name, turn, self.job.policies))
         return policy
 
     async def _extend(self, played: _Played, speaker: JobPolicy, turn: int) -> _Sequence | None:
