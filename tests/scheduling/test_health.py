@@ -129,11 +129,6 @@ def test_a_fault_of_one_policy_of_several_is_raised_under_its_name(name: str) ->
     assert (found.name, found.policy) == (name, "" if whole else "bad")
 
 
-def test_groups_that_no_policy_got_are_stale_for_each() -> None:
-    job = replace(HEALTHY, policies=NAMES, counters={"episodes": 800, "groups_dropped_stale": 20})
-    assert [(alarm.name, alarm.policy) for alarm in alarms(job)] == [("stale groups", name) for name in NAMES]
-
-
 def test_advice_of_several_policies_is_by_the_steps_and_sampling_of_each() -> None:
     rows = [row(step, policy=name, turns_mean=1, length_max=4) for step in STEPS for name in ("solver", "verifier")]
     policies = {"solver": {}, "verifier": {"sampling": {"max_tokens": 4}}, "judge": {"train": False}}

@@ -119,14 +119,12 @@ def alarms(job: JobHealth) -> list[Alarm]:
 def of_policy(job: JobHealth, policy: str) -> JobHealth:
     """The job as one of its several policies sees it: its steps, evaluations, replies and rewards."""
     stale = "groups_dropped_stale"
-    by_policy = {name: count for name, count in job.counters.items() if name.startswith(f"{stale}/")}
-    whole = job.counters.get(stale, 0) - sum(by_policy.values())  # dropped before any policy had its part
     return replace(
         job,
         rows=_rows_of(job.rows, policy),
         evaluations=[row for row in job.evaluations if row.get("policy") == policy],
         episodes=[_episode_of(episode, policy) for episode in job.episodes if policy in episode.speakers],
-        counters={**job.counters, stale: whole + by_policy.get(f"{stale}/{policy}", 0)},
+        counters={**job.counters, stale: job.counters.get(f"{stale}/{policy}", 0)},
         max_tokens={name: most for name, most in job.max_tokens.items() if name == policy},
     )
 
