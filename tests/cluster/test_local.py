@@ -28,7 +28,7 @@ from tests.support.processes import runs
 
 from rookery.cluster import ray
 from rookery.cluster.base import PRELOAD, environment_host, preloaded
-from rookery.cluster.local import ProcessCluster, local_workers
+from rookery.cluster.local import ProcessCluster, local_workers, ray_launchers
 from rookery.cluster.supervisor import LOG_BYTES, NODE_LOST, Child, Supervisor, spawn_process
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.server.launcher import check_settings
@@ -550,8 +550,9 @@ async def test_fewest_workers_on_ray_are_written_for_a_model_that_a_job_names(tm
 
 
 def test_number_for_ray_is_read_also_where_no_other_worker_is_configured(tmp_path: Path) -> None:
+    settings = Settings.load({}, cluster="ray", workers=0, scale_max=4, data=tmp_path, cache=tmp_path)
+    assert [child.name for child in ray_launchers(settings, ["m"], "u", "t")] == ["ray-m"]
     cluster = elastic_cluster(tmp_path, cluster="ray", workers=0)
-    assert [child.name for child in cluster._workers(["m"])] == ["ray-m"]
     cluster.provide("named")
     assert cluster.processes.children == [], "no worker is started for other models"
 
