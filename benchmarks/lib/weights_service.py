@@ -62,8 +62,6 @@ ARMS = {"ours": plan_routes, "star": star, "tree": tree, "no topology": one_plac
 
 def application(artifacts: Artifacts) -> FastAPI:
     clock = SystemClock()
-    reads = ReadKeys(clock)
-    reads.add(KEY)
     arrived: dict[str, dict[str, float]] = {}
 
     def on_event(event: events.WorkerEvent) -> None:
@@ -91,6 +89,8 @@ def application(artifacts: Artifacts) -> FastAPI:
 
     settings = Settings.load({}, heartbeat_seconds=0.5)
     fleet = Fleet(settings, clock, on_event)
+    reads = ReadKeys(fleet.signing_time)
+    reads.add(KEY)
     weights = WeightStore(fleet, artifacts, InlineWriter(), clock, site="s0")
     in_use: list[protocol.AdapterRef] = []
 

@@ -117,7 +117,7 @@ class Controller:
         self.tickets = Tickets(artifacts, clock, TICKET_SECONDS, options.random_bytes)
         fleet = Fleet(settings, clock, self.on_event)
         self._fleet = fleet
-        self.reads = ReadKeys(clock)
+        self.reads = ReadKeys(fleet.signing_time)
         weights = WeightStore(fleet, artifacts, store.transfer, clock, settings.worker.site)
         collector = ArtifactCollector(store, artifacts, weights)
         quotas = Quotas(settings.limits, clock, store, self.records.refused, self._models_of, self.jobs.tenants)

@@ -2,7 +2,8 @@
 
 All workers with one key of the role worker share a secret, which their welcome brings; no tenant has it. The reader
 signs the artifact's hash and the present minute, so whoever serves the bytes checks the signature without asking
-anybody. A hash is a name, not a permission. Times are seconds of the service's wall clock: the welcome brings it.
+anybody. A hash is a name, not a permission. Times are seconds of the service, which the welcome brings: those of its
+wall clock when it started, and monotonic since.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class Welcome(Message, kw_only=True):
     reads: ReadKey
     """Signs and checks reads of artifacts among the workers that have the same key."""
     time: float
-    """The service's wall clock, in seconds: signatures count in it."""
+    """The service's seconds in which signatures count: those of its wall clock when it started, and monotonic since."""
     resume_seconds: float = 15.0
     """For so long the worker keeps requests of an earlier connection that this one has not named."""
 

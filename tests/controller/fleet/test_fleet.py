@@ -15,8 +15,10 @@ from rookery import protocol
 from rookery.controller.fleet.events import WorkerFailed
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import TRANSITIONS, State
-from rookery.protocol.connection import ConnectionClosed, RegistrationRefused
+from rookery.controller.weights.tickets import ReadKeys
+from rookery.protocol.connection import ConnectionClosed, RegistrationRefused, introduce
 from rookery.simulation.fakes.worker import worker_hello
+from rookery.worker.transfer.published import Reads
 
 
 async def test_worker_joins_and_is_lost(room: Room) -> None:
@@ -169,6 +171,33 @@ async def test_refused_worker_gets_the_reason(room: Room) -> None:
     assert "protocol 99 is not supported" in refused.reason
     await serving
     assert room.states() == {"w": "gone"}
+
+
+async def welcomed(room: Room, name: str, key: protocol.ReadKey) -> Reads:
+    """The signatures of a worker that has joined now."""
+    ours, theirs = connection_pair()
+    serving = asyncio.ensure_future(room.fleet.serve(theirs, key))  # type: ignore[arg-type]
+    reads = Reads()
+    reads.use(await introduce(ours, worker_hello(machine(1), name, MODEL), protocol.to_worker))
+    ours.cut()
+    await serving
+    return reads
+
+
+@pytest.mark.parametrize("ahead", [600.0, -600.0, 86400.0])
+async def test_a_wall_clock_that_is_set_refuses_no_signature(room: Room, ahead: float) -> None:
+    """Of a worker that was welcomed before: others that join read from it, and it reads from the service."""
+    keys, digest = ReadKeys(room.fleet.signing_time), "a" * 64
+    key = keys.add("the hash of an API key")
+    early = await welcomed(room, "early", key)
+    room.clock.ahead = ahead
+    late = await welcomed(room, "late", key)
+    for reader in (early, late):
+        header = reader.sign(digest)
+        assert early.permits(header, digest) and late.permits(header, digest)
+        assert keys.reader(header, digest) == "the hash of an API key"
+    await room.clock.advance(600)
+    assert keys.reader(early.sign(digest), digest) is None, "it is old in the service's time"
 
 
 async def test_draining_worker_is_not_counted_as_lost(room: Room) -> None:

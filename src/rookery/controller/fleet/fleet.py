@@ -77,6 +77,7 @@ class Fleet:
         """By model, of the workers that generate with it now."""
         self._closing = BackgroundTasks()
         self.epoch = int(clock.time() * 1000)
+        self._signing_offset = clock.time() - clock.monotonic()
         self.failures: dict[str, ModelFailure] = {}
         """By base model, until a worker has loaded it."""
         self.ignored_frames = 0
@@ -107,6 +108,11 @@ class Fleet:
     def heartbeat_seconds(self) -> float:
         """Between two heartbeats of a worker."""
         return self._settings.worker.heartbeat_seconds
+
+    def signing_time(self) -> float:
+        """The seconds in which signatures count: those of the wall clock, as it was when the service started. Whoever
+        sets it later does not part the workers that are connected from those that join, or from the service."""
+        return self._signing_offset + self._clock.monotonic()
 
     def all(self) -> list[Worker]:
         return list(self._workers.values())
@@ -264,7 +270,7 @@ class Fleet:
                 heartbeat_seconds=self._settings.worker.heartbeat_seconds,
                 flush_seconds=self._settings.worker.flush_seconds,
                 reads=reads,
-                time=self._clock.time(),
+                time=self.signing_time(),
                 resume_seconds=self._settings.worker.resume_seconds,
             )
         )

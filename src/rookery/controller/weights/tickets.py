@@ -90,8 +90,9 @@ class Tickets:
 class ReadKeys:
     """The read keys with which workers read artifacts from the service (:mod:`rookery.protocol.reads`)."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, signing_time: Callable[[], float]) -> None:
+        """``signing_time``: that of the welcomes, :meth:`~rookery.controller.fleet.fleet.Fleet.signing_time`."""
+        self._signing_time = signing_time
         self._known: dict[str, tuple[protocol.ReadKey, str]] = {}
         """By id: the key, and the hash of the API key."""
 
@@ -105,6 +106,6 @@ class ReadKeys:
         """The hash of the API key whose worker signed ``header`` to read the artifact ``digest`` now; None for any
         other header."""
         known = self._known.get(header.partition(".")[0])
-        if known is None or not protocol.may_read(header, digest, self._clock.time(), lambda id: known[0].secret):
+        if known is None or not protocol.may_read(header, digest, self._signing_time(), lambda id: known[0].secret):
             return None
         return known[1]
