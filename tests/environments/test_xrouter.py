@@ -233,6 +233,7 @@ def test_examples_and_system_message_come_before_the_question() -> None:
         ({"models": {"m": {"price": 1, "accuracy": [1, 1, 1.5]}}}, "accuracy"),
         ({"cost_weight": float("nan")}, "cost_weight"),
         ({"turns": 0}, "turns"),
+        ({"turns": 1}, "turns is at least 2 where answer is select"),
     ],
 )
 def test_wrong_options_are_refused_with_their_place(options: dict[str, Any], problem: str) -> None:

@@ -115,6 +115,8 @@ class XRouterOptions(GivenModel):
             raise ValueError("instruction contains {question}")
         if self.pool is not None and self.pool > len(self.models):
             raise ValueError(f"pool is at most {len(self.models)}, the number of models")
+        if self.answer == "select" and self.turns < 2:
+            raise ValueError("turns is at least 2 where answer is select: a call comes before the reply that selects")
         if self.cost_cap > self.success:
             raise ValueError("cost_cap is at most success, so that no right answer earns less than a wrong one")
         there = min(len(left) * len(right) for _, left, right in OPERANDS.values())
