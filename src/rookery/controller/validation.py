@@ -433,7 +433,7 @@ class JobValidator:
 
 @dataclass(frozen=True)
 class _Opening:
-    """What the policy that replies first reads."""
+    """The beginning of an episode, as the policy reads it that replies first."""
 
     policy: str
     messages: Sequence[Message] = ()
