@@ -162,7 +162,7 @@ async def test_a_target_names_the_base_model_of_its_policy(service: Service) -> 
     assert (await find("alice", f"{job}/judge")).adapter is None
 
 
-async def test_a_dry_run_shows_what_the_policy_reads_that_replies_first(service: Service) -> None:
+async def test_a_dry_run_shows_the_text_that_the_first_speaker_reads(service: Service) -> None:
     """In the template and the tokens of its base model; or the tokens that the environment gives it."""
     await two_workers(service)
     answer: dict[str, Any] = {"messages": [user_message("begin")], "policy": "verifier"}
