@@ -6,7 +6,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -125,23 +125,32 @@ def test_mistakes_name_the_field_that_was_sent(
     assert said in error["message"] and (param is None or error["param"] == param)
 
 
-def test_a_job_starts_from_a_fine_tuned_model(called: Called) -> None:
-    lora = {"rank": 4, "targets": ["q"]}  # as the worker's adapters are
+LORA = {"rank": 4, "targets": ["q"]}
+"""As the worker's adapters are."""
+
+
+def start(called: Called) -> str:
+    """The id of a job whose model, ``first``, others start from."""
     rows = called.upload().removeprefix("file-")
     submitted = called.http.post("/../api/v1/jobs", json={
         "name": "first", "base_model": MODEL, "environment": {"id": "demonstrations", "dataset": rows},
-        "algorithm": {"name": "sft", "batch_size": 2}, "policies": {"main": lora}, "stop": {"steps": 2},
+        "algorithm": {"name": "sft", "batch_size": 2}, "policies": {"main": LORA}, "stop": {"steps": 2},
     }).json()  # fmt: skip
-    first = submitted["id"].removeprefix("job-")
+    first = str(submitted["id"]).removeprefix("job-")
     until(lambda: called.client.fine_tuning.jobs.retrieve(f"ftjob-{first}").status == "succeeded")
+    return first
+
+
+def test_a_job_starts_from_a_fine_tuned_model(called: Called) -> None:
+    first = start(called)
     model = f"ft:{MODEL}:admin:first:{first}"
     for name, version in ((model, 2), (f"{model}:ckpt-step-1", 1)):
         further = called.done(model=name)
         assert further.model == MODEL and first not in further.fine_tuned_model
         spec = called.http.get(f"/../api/v1/jobs/job-{further.id.removeprefix('ftjob-')}").json()["spec"]
         policy = spec["policies"]["main"]
-        assert {name: policy[name] for name in lora} == lora
-        assert (policy["warm_start"]["job"], policy["warm_start"]["version"]) == (submitted["id"], version)
+        assert {name: policy[name] for name in LORA} == LORA
+        assert (policy["warm_start"]["job"], policy["warm_start"]["version"]) == (f"job-{first}", version)
     others = (
         f"{model}0", f"{model}:ckpt-step-9", f"{model}:ckpt-step-", "ft:", f"ft:other:admin:first:{first}",
         f"ft:{MODEL}:admin:second:{first}", f"ft:{MODEL}:admin::{first}", f"ft:{first}",
@@ -154,23 +163,29 @@ def test_a_job_starts_from_a_fine_tuned_model(called: Called) -> None:
         if "ckpt" not in name:
             with pytest.raises(openai.NotFoundError):
                 called.client.models.delete(name)
-    assert called.http.get(f"/../api/v1/jobs/{submitted['id']}").status_code == 200
+    assert called.http.get(f"/../api/v1/jobs/job-{first}").status_code == 200
 
 
-def test_a_repeated_key_returns_its_job(called: Called) -> None:
-    """Also when its file is deleted."""
-    file = called.upload(ROWS + b"\n" + ROWS)
-    asked: dict[str, Any] = {"model": MODEL, "training_file": file, "extra_headers": {"Idempotency-Key": "repeated"}}
+@pytest.mark.parametrize("checkpoint", ["", ":ckpt-step-1"])
+def test_a_repeated_key_returns_its_job(called: Called, checkpoint: str) -> None:
+    """Also when its file, and the model from which it starts, are deleted."""
+    first, file = start(called), called.upload(ROWS + b"\n" + ROWS)
+    model, key = f"ft:{MODEL}:admin:first:{first}", {"Idempotency-Key": f"repeated {first}"}
+    asked: dict[str, Any] = {"model": model + checkpoint, "training_file": file, "extra_headers": key}
     jobs = called.client.fine_tuning.jobs
     made = jobs.create(**asked)
     assert jobs.create(**asked).id == made.id
     until(lambda: jobs.retrieve(made.id).status == "succeeded")
-    called.client.files.delete(file)
-    assert jobs.create(**asked).id == made.id
-    for change in ({"seed": 5}, {"extra_headers": {}}):
-        with pytest.raises(openai.APIStatusError) as refused:
-            jobs.create(**{**asked, **change})
-        assert "no dataset" in refused.value.message
+    deletions: list[tuple[Callable[[str], Any], str, str]] = [
+        (called.client.files.delete, file, "no dataset"),
+        (called.client.models.delete, model, "no fine-tuned model"),
+    ]
+    for delete, name, lost in deletions:
+        delete(name)
+        assert jobs.create(**asked).id == made.id
+        for change in ({"seed": 5}, {"extra_headers": {}}):
+            with pytest.raises(openai.APIStatusError, match=lost):
+                jobs.create(**{**asked, **change})
 
 
 @pytest.mark.parametrize("change", [{"seed": 5}, {"suffix": "b"}, {"metadata": {"a": "b"}}], ids=str)

@@ -77,7 +77,7 @@ from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, sho
 from rookery.protocol.connection import Connection
 from rookery.scheduling import crashes
 from rookery.spec.job import JobSpec, stored_base_models
-from rookery.spec.parsing import SpecError, repeats
+from rookery.spec.parsing import request_hash
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
 from rookery.storage.repositories import jobs, tenants
 from rookery.storage.repositories import versions as version_rows
@@ -343,34 +343,48 @@ class Controller:
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
-    async def submit(self, tenant: str, data: Any, key: str | None = None) -> tuple[JobView, bool]:
+    async def submit(self, tenant: str, data: Any, key: str | None = None, request: Any = None) -> tuple[JobView, bool]:
         """Validate a job, make it durable, start it; returns it and True. A repeated ``key`` returns the first job and
-        False, also where a limit is reached since, or something that the job names is deleted."""
-        known = None if key is None else await self.context.store.read(jobs.keyed_job, tenant, key)
-        try:
-            if known is None:
-                with self.context.rooms.quotas.queueing(tenant, len(self.jobs.waiting.of(tenant=tenant))):
-                    row, created = await self._store_job(tenant, data, key)
-            else:
-                row, created = await self._store_job(tenant, data, key, known)
-        except SpecError:
-            if known is None or not await self.context.threads(repeats, known.spec, data):
-                raise
+        False. ``request``: the client's, where it is not ``data`` itself."""
+        known, digest = await self._keyed(tenant, key, data if request is None else request)
+        if known is None:
+            with self.context.rooms.quotas.queueing(tenant, len(self.jobs.waiting.of(tenant=tenant))):
+                row, created = await self._store_job(tenant, data, key, digest)
+        elif known.request_hash == digest:
             row, created = known, False
+        else:
+            row, created = await self._store_job(tenant, data, key, digest, known)
         return await (self.queries.show(tenant, row.id) if created else self._repeated(row)), created
 
+    async def repeated(self, tenant: str, key: str | None, request: Any) -> JobView | None:
+        """The job of the same ``request`` with this ``key``, whatever has become of the things that it names and of the
+        tenant's limits; None where there is none."""
+        known, digest = await self._keyed(tenant, key, request)
+        return None if known is None or known.request_hash != digest else await self._repeated(known)
+
+    async def _keyed(self, tenant: str, key: str | None, request: Any) -> tuple[JobRow | None, str]:
+        """The job that the tenant submitted with this key, and the hash of the ``request``; empty without a key."""
+        if key is None:
+            return None, ""
+        known = await self.context.store.read(jobs.keyed_job, tenant, key)
+        return known, await self.context.threads(request_hash, request)
+
     async def _store_job(
-        self, tenant: str, data: Any, key: str | None, known: JobRow | None = None
+        self, tenant: str, data: Any, key: str | None, digest: str, known: JobRow | None = None
     ) -> tuple[JobRow, bool]:
-        """The durable row of a job, and whether it is new; it is started then. ``known``: the one with that key."""
+        """The durable row of a job, and whether it is new; it is started then. ``digest``: the hash of its request;
+        ``known``: the job with that key."""
         spec, policies, warnings = await self._validator.check(tenant, data, known=known is not None)
         dumped, id, now = spec.model_dump(mode="json"), self.context.ids.new("job"), self.context.clock.time()
         async with AsyncExitStack() as reserved:
             if known is None:
                 await reserved.enter_async_context(self.context.rooms.quotas.describing(tenant, dumped))
+            new = JobRow(
+                id=id, tenant=tenant, name=spec.name, spec=dumped, created=now, idempotency_key=key, request_hash=digest
+            )
             row, created = await self.context.store.write(
                 jobs.submit_job,
-                JobRow(id=id, tenant=tenant, name=spec.name, spec=dumped, created=now, idempotency_key=key),
+                new,
                 [replace(policy, job=id) for policy in policies],
                 warnings,
             )

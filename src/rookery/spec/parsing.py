@@ -5,8 +5,10 @@ A line names the field's path, the given value, and what is allowed. All mistake
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -127,6 +129,11 @@ def parse_job(data: Any) -> JobSpec:
     return spec
 
 
+def request_hash(request: Any) -> str:
+    """The hash of a request in JSON. The order of its fields makes no difference."""
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+
+
 def _name_problem(name: str, spec: JobSpec) -> str:
     """Why no policy of a new job is called so; empty if one may be."""
     if name.isdigit():
@@ -141,17 +148,3 @@ def _unused_of_start(policy: PolicySpec) -> list[str]:
     if start is None or start.job is not None:
         return []
     return [name for name in ("policy", "version") if getattr(start, name) != type(start).model_fields[name].default]
-
-
-def repeats(stored: Mapping[str, Any], data: Any) -> bool:
-    """Whether ``data`` asks for the stored job, as far as it shows without what the job names. Raises
-    :class:`SpecError`."""
-    return _without_steps(parse_job(data).model_dump(mode="json")) == _without_steps(stored)
-
-
-def _without_steps(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A job without the steps that its epochs take."""
-    if spec["stop"].get("epochs") is None:
-        return dict(spec)
-    policies = {name: {**policy, "stop": None} for name, policy in spec["policies"].items()}
-    return {**spec, "stop": {**spec["stop"], "steps": None}, "policies": policies}

@@ -204,11 +204,16 @@ def _revision_0005(op: Operations) -> None:
     op.create_index("steps_by_time", "steps", ["job", "time", "step"])
 
 
+def _revision_0006(op: Operations) -> None:
+    op.add_column("jobs", Column("request_hash", Text, nullable=False, server_default=""))
+
+
 REVISIONS: dict[str, Callable[[Operations], None]] = {
     "0002": _revision_0002,
     "0003": _revision_0003,
     "0004": _revision_0004,
     "0005": _revision_0005,
+    "0006": _revision_0006,
 }
 """The change that leads to each later revision, in order."""
 

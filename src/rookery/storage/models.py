@@ -119,6 +119,8 @@ class JobRow(OwnedRow, kw_only=True):
     name: Mapped[str]
     spec: Mapped[dict[str, Any]]
     idempotency_key: Mapped[str | None] = mapped_column(default=None)
+    request_hash: Mapped[str] = mapped_column(default="")
+    """Of the request with that key, by which a repetition is recognised; empty without a key."""
     state: Mapped[JobState] = mapped_column(SafeText, default="queued")
     reason: Mapped[str] = mapped_column(default="")
     """Why it is in this state: one line for its owner."""

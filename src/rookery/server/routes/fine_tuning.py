@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -238,17 +238,29 @@ async def _shown(service: ServiceContext, tenant: str, view: JobView) -> dict[st
 @routes.post("/fine_tuning/jobs", response_model=dict[str, Any])
 async def create_fine_tuning(service: Service, owner: Owner, given: JobCreate, key: IdempotencyKey = None) -> Response:
     """Start a fine-tuning job. A second request with the same ``Idempotency-Key`` returns the existing job."""
+    request = given.model_dump(mode="json")
+    view = await service.controller.repeated(owner.id, key, request)
+    if view is None:
+        view = await _submitted(service, owner.id, given, key, request)
+    return json_response(await _shown(service, owner.id, view))
+
+
+async def _submitted(
+    service: ServiceContext, tenant: str, given: JobCreate, key: str | None, request: Mapping[str, Any]
+) -> JobView:
+    """The job of a ``request`` that was not sent before."""
     asked = given.method.reinforcement if given.method is not None else None
     if asked is not None:
-        await _checked_grader(service, owner.id, asked.grader, "method.reinforcement.grader")
+        await _checked_grader(service, tenant, asked.grader, "method.reinforcement.grader")
     try:
-        start = await _start(service, owner.id, given.model)
-        view, _ = await service.controller.submit(owner.id, await service.threads(job_of, given, start), key)
+        start = await _start(service, tenant, given.model)
+        data = await service.threads(job_of, given, start)
+        view, _ = await service.controller.submit(tenant, data, key, request)
     except SpecError as error:
         line = error.problems[0]
         param = _param_of(line, given)
         raise UnsupportedField(f"{param}: {line}", param) from None
-    return json_response(await _shown(service, owner.id, view))
+    return view
 
 
 async def _start(service: ServiceContext, tenant: str, model: str) -> Start | None:
