@@ -545,7 +545,9 @@ def test_every_face_is_recorded_token_by_token(driver: Driver, service: Embedded
         streamed = "".join(
             chunk.choices[0].delta.content or "" for chunk in ask(llm, "a?", stream=True) if chunk.choices
         )
+        counted = llm.responses.input_tokens.count(input="b?").input_tokens
         answer = llm.responses.create(input="b?")
+        assert answer.usage and answer.usage.input_tokens == counted
         again = llm.responses.create(
             model="main", input=[{"role": "user", "content": "b?"}, *answer.output, {"role": "user", "content": "c?"}]
         )

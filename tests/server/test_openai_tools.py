@@ -13,15 +13,27 @@ import jsonschema_rs
 import openai
 import pytest
 from openai import OpenAI
-from openai.types.chat import completion_create_params
+from openai.types.chat import ChatCompletionContentPartTextParam, completion_create_params
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
-from openai.types.responses import response_create_params
+from openai.types.responses import (
+    ResponseInputTextParam,
+    ResponseOutputTextParam,
+    input_token_count_params,
+    response_create_params,
+)
 from tests.support.faces import MODEL, ThreadedWorker, served, tokenizer
 from tests.support.small_model import save_small_model
 from tests.support.waiting import until
 
-from rookery.server.openai import ChatRequest, CompletionRequest, OpenAIModel, UnsupportedField, read_arguments
-from rookery.server.openai_responses import ResponsesRequest
+from rookery.server.openai import (
+    ChatRequest,
+    CompletionRequest,
+    OpenAIModel,
+    TextPart,
+    UnsupportedField,
+    read_arguments,
+)
+from rookery.server.openai_responses import InputPart, ResponsesInput, ResponsesRequest
 from rookery.server.token_face import TokenRequest
 from rookery.tokenization.call_readers import READERS
 from rookery.tokenization.registry import CONFIG, model_folder
@@ -436,6 +448,51 @@ def test_response_follows_its_format_and_is_incomplete_where_cut(small: tuple[Op
 
 
 @pytest.mark.parametrize(
+    "asked",
+    [
+        {"input": "What is 1 + 2?"},
+        {"input": USER, "instructions": "Be brief.", "tools": [TOOL]},
+        {"input": USER, "tools": [TOOL], "tool_choice": {"type": "function", "name": "add"}},
+        {"input": USER, "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+        {"input": [*USER, {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
+                   {"type": "function_call_output", "call_id": "1", "output": "3"}], "tools": [TOOL]},
+        {"input": [*USER, {"role": "assistant", "content": "It is"}], "reasoning": {"effort": "none"}},
+    ],
+)  # fmt: skip
+def test_input_tokens_are_those_that_a_response_reads(small: tuple[OpenAI, str], asked: dict[str, Any]) -> None:
+    client, model = small
+    count = client.responses.input_tokens.count(model=model, **asked)
+    usage = client.responses.create(model=model, max_output_tokens=1, **asked).usage
+    assert usage and count.input_tokens == usage.input_tokens and count.object == "response.input_tokens"
+
+
+def test_input_tokens_are_counted_beyond_the_context(small: tuple[OpenAI, str]) -> None:
+    """A client counts to learn whether its text fits."""
+    client, model = small
+    few, many = (client.responses.input_tokens.count(model=model, input="x" * size).input_tokens for size in (1, 4001))
+    assert many == few + 4000 > 2048, "a token is a byte"
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as refused:
+        client.responses.create(model=model, input="x" * 4001)
+    assert (refused.value.param, refused.value.code) == ("input", "context_length_exceeded")
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as refused:
+        client.responses.input_tokens.count(model=model, input="x" * 100_000)
+    assert (refused.value.param, refused.value.code) == ("input", "context_length_exceeded")
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.responses.input_tokens.count(model="nobody's", input="x")
+    assert missing.value.code == "model_not_found"
+
+
+def test_a_response_that_is_not_stored_has_the_code_by_which_clients_send_the_whole_conversation(
+    small: tuple[OpenAI, str],
+) -> None:
+    for ask in (small[0].responses.create, small[0].responses.input_tokens.count):
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(model=small[1], input="x", previous_response_id="resp_1")
+        assert refused.value.code == "previous_response_not_found"
+        assert "previous response" in refused.value.message and "not found" in refused.value.message
+
+
+@pytest.mark.parametrize(
     ("options", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
@@ -515,6 +572,7 @@ WHOLE: list[tuple[str, type[OpenAIModel], dict[str, Any]]] = [
     ("/v1/responses", ResponsesRequest, {
         "input": "x", "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
             {"type": "function", "name": "add"}]}}),
+    ("/v1/responses/input_tokens", ResponsesInput, {"input": "x", "text": {"format": FORM}, "reasoning": {}}),
 ]  # fmt: skip
 """Requests that have every model of theirs."""
 
@@ -559,18 +617,20 @@ SENT = {
     "/v1/chat/completions": completion_create_params.CompletionCreateParamsNonStreaming,
     "/v1/completions": TextParams,
     "/v1/responses": response_create_params.ResponseCreateParamsNonStreaming,
+    "/v1/responses/input_tokens": input_token_count_params.InputTokenCountParams,
 }
 """The parameters of the SDK by path."""
 
 
-@pytest.mark.parametrize(("path", "kind", "body"), [WHOLE[1], WHOLE[2], WHOLE[4]], ids=SENT)
+@pytest.mark.parametrize(("path", "kind", "body"), [WHOLE[1], WHOLE[2], WHOLE[4], WHOLE[-1]], ids=SENT)
 def test_every_parameter_of_the_sdk_is_read_refused_or_documented_as_without_effect(
     scripted: OpenAI, path: str, kind: type[OpenAIModel], body: dict[str, Any]
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    plain, read = {"model": MODEL, **body, "stream": False, "stream_options": None}, kind.model_fields
+    whole = {name: value for name, value in body.items() if not name.startswith("stream")}
+    plain, read = {"model": MODEL, **whole}, kind.model_fields
     url, names = f"{str(scripted.base_url).partition('/v1')[0]}{path}", SENT[path].__annotations__
-    assert {"model", "user", "top_p"} <= names.keys()
+    assert whole.keys() < names.keys()
     for name in names:
         if name in read:
             accepted = (read[name].description or "").startswith("No effect")
@@ -584,6 +644,23 @@ def test_every_parameter_of_the_sdk_is_read_refused_or_documented_as_without_eff
         assert not accepted or f"`{name}`" in page, f"docs/serving.md: {name} has no effect"
 
 
+@pytest.mark.parametrize(
+    ("part", "kind", "sent"),
+    [
+        (TextPart, "text", ChatCompletionContentPartTextParam),
+        (InputPart, "input_text", ResponseInputTextParam),
+        (InputPart, "output_text", ResponseOutputTextParam),
+    ],
+)
+def test_every_field_of_the_sdks_texts_is_accepted(part: type[OpenAIModel], kind: str, sent: Any) -> None:
+    """They say where the text comes from, or what is cached."""
+    others = {
+        name: {"a": 1} for name in {*sent.__annotations__, "prompt_cache_breakpoint", "parsed"} - {"text", "type"}
+    }
+    given = part.model_validate({"type": kind, "text": "x", **others})
+    assert not given.unread and part.model_validate({"type": kind, "text": "x", "color": "red"}).unread
+
+
 def test_fields_that_clients_send_back_are_accepted(small: tuple[OpenAI, str]) -> None:
     client, model = small
     part = {"type": "output_text", "text": "So", "annotations": [{"type": "url_citation"}], "logprobs": []}
@@ -591,7 +668,7 @@ def test_fields_that_clients_send_back_are_accepted(small: tuple[OpenAI, str]) -
         *USER, {"type": "message", "id": "m", "status": "completed", "role": "assistant", "content": [part],
                 "phase": "final_answer", "created_by": None},
         {"type": "function_call", "id": "f", "status": "completed", "call_id": "1", "name": "add", "arguments": "{}",
-         "namespace": None},
+         "namespace": None, "parsed_arguments": {"a": 1}},
         {"type": "function_call_output", "id": "o", "status": None, "call_id": "1", "output": "3"}]  # fmt: skip
     options: dict[str, Any] = {"stream_options": {"include_obfuscation": False}, "reasoning": {"effort": "none"}}
     answer = client.responses.create(model=model, input=items, max_output_tokens=2, **options, stream=False)

@@ -84,6 +84,7 @@ WITHOUT_IDS = {
     "POST /v1/chat/completions": "test_another_tenants_policies_cannot_be_sampled",
     "POST /v1/completions": "test_another_tenants_policies_cannot_be_sampled",
     "POST /v1/responses": "test_another_tenants_policies_cannot_be_sampled",
+    "POST /v1/responses/input_tokens": "test_another_tenants_policies_cannot_be_sampled",
     "POST /inference/v1/generate": "test_another_tenants_policies_cannot_be_sampled",
     "POST /api/v1/datasets": "test_hash_is_not_a_permission",
     "POST /api/v1/adapters": "test_hash_is_not_a_permission",
@@ -511,6 +512,7 @@ def test_another_tenants_policies_cannot_be_sampled(town: Town) -> None:
             same(town, "/v1/completions", theirs, nobodys, {id: nobody})
             theirs, nobodys = ({"input": "2+2?", "model": target} for target in targets)
             same(town, "/v1/responses", theirs, nobodys, {id: nobody})
+            same(town, "/v1/responses/input_tokens", theirs, nobodys, {id: nobody})
             theirs, nobodys = ({"token_ids": [1, 2], "model": target} for target in targets)
             same(town, "/inference/v1/generate", theirs, nobodys, {id: nobody})
             same(town, "/v1/embeddings", theirs, nobodys, {id: nobody})

@@ -30,7 +30,6 @@ ABSENT = {
     "realtime": _NOT_TEXT,
     "responses": "responses are not stored; send the whole conversation as input",
     "responses/compact": "conversations are not shortened here",
-    "responses/input_tokens": "tokens are not counted ahead; the usage of a response has their number",
     "safety": _NOT_JUDGED,
     "skills": _ROWS_ALONE,
     "threads": _NOT_STORED,

@@ -21,7 +21,7 @@ from rookery.controller.prompts import PreparedPrompt
 from rookery.controller.rollout.request import SamplingResult
 from rookery.server.auth import ServiceContext
 from rookery.server.openai import CompletionOptions, CompletionRequest
-from rookery.server.responses import event_data
+from rookery.server.responses import HEARTBEAT, event_data
 from rookery.tokenization.call_readers import CallReader
 from rookery.tokenization.call_values import ToolCall
 from rookery.tokenization.detokenizer import StreamingText, TokenBytes
@@ -58,14 +58,17 @@ class Choice:
         self.ids_sent = 0
         self.logprobs_sent = 0
         self.calls_sent = 0
-        self.content = ""
-        """The text without calls."""
+        self.texts: dict[int, str] = {}
+        """The parts of the text without calls, each by the number of calls that precede it."""
         self.calls: list[tuple[str, ToolCall]] = []
         """With their ids."""
-        self.calls_before_text = 0
-        """Number of the calls that precede the text."""
         self._reader = reader
         self._most_calls = most_calls
+
+    @property
+    def content(self) -> str:
+        """The text without calls."""
+        return "".join(self.texts.values())
 
     @property
     def finish(self) -> str:
@@ -77,6 +80,7 @@ class Choice:
         tokens, chat = self.reply.tokens[len(self.text.starts) :], self.prompt.chat
         if self._reader is None:
             text = self.text.take(tokens, last=last)
+            self._add(text)
         else:
             if tokens and tokens[-1] in chat.stop_tokens:  # the last, whether its end was reported or not
                 tokens = tokens[:-1]
@@ -84,14 +88,16 @@ class Choice:
             for piece in self._reader.feed(self.text.take(tokens, last=last), last=last):
                 if isinstance(piece, str):
                     shown = chat.without_special(piece)
-                    if shown and not text and not self.content:
-                        self.calls_before_text = len(self.calls)
+                    self._add(shown)
                     text += shown
                 elif len(self.calls) < self._most_calls:
                     seed = f"{self.seed}:{self.index}:{self._prompt_hash}:{len(self.calls)}"
                     self.calls.append((f"call_{Random(seed).getrandbits(96):024x}", piece))
-        self.content += text
         return text
+
+    def _add(self, text: str) -> None:
+        if text:
+            self.texts[len(self.calls)] = self.texts.get(len(self.calls), "") + text
 
     @cached_property
     def _prompt_hash(self) -> str:
@@ -170,6 +176,10 @@ class ResponseFormat:
         if self.include_usage:
             data["usage"] = usage
         return event_data(msgspec.json.encode(data))
+
+    def heartbeat(self) -> bytes:
+        """The event of a stream while nothing else is sent: a comment, or a chunk without choices."""
+        return HEARTBEAT if self.options.reads_comments else self.chunk([])
 
     def first_chunk(self, choice: Choice) -> dict[str, Any] | None:
         """The first chunk of a choice, before any token was sampled; None where the format has none."""

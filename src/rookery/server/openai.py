@@ -74,11 +74,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 MEANT = {
     "functions": "give tools instead",
-    "previous_response_id": "responses are not stored; send the whole conversation as input",
+    "previous_response_id": "a previous response is not found, none is stored; send the whole conversation as input",
     "conversation": "conversations are not stored; send the whole one as input",
     "background": "leave it out, and wait for the response or stream it",
 }
 """Unsupported arguments that are what a request is about, with what to do instead."""
+
+NOT_FOUND = {"previous_response_id": "previous_response_not_found"}
+"""The codes of arguments that name what could be stored and is not: clients try again without them."""
 
 IGNORED = {
     "user",
@@ -171,6 +174,9 @@ LIKELIEST = 20
 class CompletionOptions(OpenAIModel):
     """Fields of both endpoints."""
 
+    reads_comments: ClassVar[bool] = True
+    """Whether clients of the endpoint read comments in a stream of events."""
+
     model: Line = Field(min_length=1, description="A base model, or JOB, JOB:latest, JOB@VERSION with an id or name")
     n: int | None = Field(None, ge=1, le=128)
     temperature: Annotated[Temperature, Field(le=10)] | None = Field(
@@ -254,7 +260,7 @@ SmallObject = Annotated[dict[str, Any], JsonSize(SETTINGS)]
 class Part(OpenAIModel):
     """A part of a message's content."""
 
-    sent_back = frozenset({"annotations", "logprobs", "cache_control"})
+    sent_back = frozenset({"annotations", "logprobs", "parsed", "cache_control", "prompt_cache_breakpoint"})
 
     text: Text
 
@@ -624,7 +630,8 @@ def refuse_unsupported(fields: Mapping[str, Any] | None) -> None:
         if value in NOTHING or name in IGNORED or value in NEUTRAL.get(name, ()):
             continue
         if name in MEANT:
-            raise UnsupportedField(f"{name} is not supported: {MEANT[name]}", name, "unsupported_parameter")
+            code = NOT_FOUND.get(name, "unsupported_parameter")
+            raise UnsupportedField(f"{name} is not supported: {MEANT[name]}", name, code)
         if name not in NEUTRAL:
             raise UnsupportedField(f"{name} is not supported: leave it out", name, "unknown_parameter")
         raise UnsupportedField(

@@ -57,7 +57,7 @@ _READ = {
 class InputItem(OpenAIModel):
     """A message, a call of a function, its output, or reasoning, which no template writes."""
 
-    sent_back = frozenset({"id", "status", "phase"})
+    sent_back = frozenset({"id", "status", "phase", "parsed_arguments"})
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -144,7 +144,9 @@ _OF_CHATS = (
 """Arguments of a chat, as patterns, and what they are called here."""
 
 
-class ResponsesRequest(OpenAIModel):
+class ResponsesInput(OpenAIModel):
+    """The input of a response, and the form of its reply."""
+
     chat_type: ClassVar[type[ChatRequest]] = ChatRequest
 
     model: Line = Field(min_length=1)
@@ -157,19 +159,6 @@ class ResponsesRequest(OpenAIModel):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    temperature: Annotated[Temperature, Field(le=10)] | None = None
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_logprobs: int | None = Field(None, ge=0, le=LIKELIEST)
-    max_output_tokens: int | None = Field(None, ge=1, le=INTEGER)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
-    store: bool | None = Field(None, description="No effect: nothing is stored")
-    include: Annotated[list[Name], Field(max_length=20)] | None = None
-
-    @property
-    def logprobs(self) -> bool:
-        return "message.output_text.logprobs" in (self.include or [])
 
     @property
     def effort(self) -> str | None:
@@ -180,27 +169,20 @@ class ResponsesRequest(OpenAIModel):
         """Raises :class:`UnsupportedField`."""
         extra = {name: value for name, value in (self.model_extra or {}).items() if not _neutral(name, value)}
         refuse_unsupported({**extra, **dict(self.unread_within())})
-        for name in self.include or []:
-            if name not in ("reasoning.encrypted_content", "message.output_text.logprobs"):
-                raise UnsupportedField(f"include: {name} is not supported: leave it out", "include")
         choice: Any = self.tool_choice
         if isinstance(choice, NamedResponseTool):
             choice = _chosen(choice)
         elif isinstance(choice, AllowedResponseTools):
             allowed = {"mode": choice.mode, "tools": [_chosen(tool) for tool in choice.tools]}
             choice = {"type": choice.type, "allowed_tools": allowed}
-        if self.top_logprobs and not self.logprobs:
-            raise UnsupportedField("top_logprobs needs include: ['message.output_text.logprobs']", "top_logprobs")
         plain = {
             "model": self.model, "messages": [message for _, message in self._messages()],
-            "temperature": self.temperature,
-            "top_p": self.top_p, "top_logprobs": self.top_logprobs, "logprobs": self.logprobs,
-            "max_completion_tokens": self.max_output_tokens, "seed": self.seed, "stream": self.stream,
             "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self._format(), "reasoning_effort": self.effort,
             "tools": [{"type": "function", "function": {
                 "name": tool.name, "description": tool.description, "parameters": tool.parameters,
             }} for tool in self.tools or []] or None,
+            **self._sampling(),
         }  # fmt: skip
         try:
             return self.chat_type.model_validate(plain)
@@ -208,6 +190,10 @@ class ResponsesRequest(OpenAIModel):
             first = first_problem(error.errors(), plain)
             where = ".".join(named_steps(first["loc"], plain, first["type"]))
             raise UnsupportedField(f"{where}: {short(mistake(first))}", where) from None
+
+    def _sampling(self) -> dict[str, Any]:
+        """The arguments of the chat that say how its reply is sampled and sent. Raises :class:`UnsupportedField`."""
+        return {}
 
     @contextmanager
     def renamed(self) -> Iterator[None]:
@@ -238,7 +224,7 @@ class ResponsesRequest(OpenAIModel):
 
     def _messages(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """The messages of the conversation, each with the field that it begins with. Calls that follow the
-        assistant's text, or each other, are of one message."""
+        assistant's text, or each other, and text that follows them, are of one message."""
         if self.instructions:
             yield "instructions", {"role": "system", "content": self.instructions}
         assistant: dict[str, Any] | None = None
@@ -257,6 +243,9 @@ class ResponsesRequest(OpenAIModel):
                     "function": {"name": item.name, "arguments": item.arguments},
                 })  # fmt: skip
                 continue
+            if item.role == "assistant" and assistant is not None and "tool_calls" in assistant:
+                assistant["content"] = (assistant["content"] or "") + _text(item.content, f"{field}.content")
+                continue
             if assistant is not None:
                 yield began, assistant
                 assistant = None
@@ -274,6 +263,34 @@ class ResponsesRequest(OpenAIModel):
                     yield field, message
         if assistant is not None:
             yield began, assistant
+
+
+class ResponsesRequest(ResponsesInput):
+    temperature: Annotated[Temperature, Field(le=10)] | None = None
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_logprobs: int | None = Field(None, ge=0, le=LIKELIEST)
+    max_output_tokens: int | None = Field(None, ge=1, le=INTEGER)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    store: bool | None = Field(None, description="No effect: nothing is stored")
+    include: Annotated[list[Name], Field(max_length=20)] | None = None
+
+    @property
+    def logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or [])
+
+    def _sampling(self) -> dict[str, Any]:
+        for name in self.include or []:
+            if name not in ("reasoning.encrypted_content", "message.output_text.logprobs"):
+                raise UnsupportedField(f"include: {name} is not supported: leave it out", "include")
+        if self.top_logprobs and not self.logprobs:
+            raise UnsupportedField("top_logprobs needs include: ['message.output_text.logprobs']", "top_logprobs")
+        return {
+            "temperature": self.temperature, "top_p": self.top_p, "top_logprobs": self.top_logprobs,
+            "logprobs": self.logprobs, "max_completion_tokens": self.max_output_tokens, "seed": self.seed,
+            "stream": self.stream,
+        }  # fmt: skip
 
 
 def _chosen(tool: NamedResponseTool) -> dict[str, Any]:
@@ -300,9 +317,14 @@ class ResponsesFormat:
         self.id = service.context.ids.new("resp")
         self._asked = asked
         self._number = -1
+        self._index = 0
+        """The place of the item that is open, or follows."""
         self._open = False
+        """Whether a message is open."""
         self._calls = 0
-        self._sent = ""
+        """The number of calls that were sent."""
+        self._sent = 0
+        """Characters of the open message that were sent."""
         choice = asked.tool_choice
         self._head: dict[str, Any] = {
             "id": self.id, "object": "response", "created_at": int(service.context.clock.time()), "model": model,
@@ -344,58 +366,65 @@ class ResponsesFormat:
         begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def grow(self, choice: Choice, text: str) -> bytes:
-        """The events of further text and calls."""
-        events, items = b"", self._items(choice)
-        if text and not self._open:
-            events += self._call_events(items[: choice.calls_before_text]) + self._open_message(choice)
-        if text:
-            self._sent += text
-            scores = token_entries(choice, choice.next_scores() if self._asked.logprobs else [])
-            item_at = self._item_at(choice)
-            events += self._event("response.output_text.delta", **item_at, content_index=0, delta=text, logprobs=scores)
-        return events + self._call_events(items)
+    def grow(self, choice: Choice) -> bytes:
+        """The events of further text and calls, item by item: one ends before the next begins."""
+        events = b""
+        for number in range(self._calls, len(choice.calls) + 1):
+            if text := choice.texts.get(number, "")[self._sent :]:
+                events += self._open_message(choice)
+                self._sent += len(text)
+                scores = token_entries(choice, choice.next_scores() if self._asked.logprobs else [])
+                events += self._event(
+                    "response.output_text.delta", **self._message_at, content_index=0, delta=text, logprobs=scores
+                )
+            if number < len(choice.calls):
+                events += self._close_message(choice) + self._call_events(choice)
+        return events
 
     def _open_message(self, choice: Choice) -> bytes:
+        """The events that begin a message; empty where it has begun."""
+        if self._open:
+            return b""
         self._open = True
-        item_at = self._item_at(choice)
-        item = {**self._message(choice), "status": "in_progress", "content": []}
+        item = {**self._message(choice, self._calls), "status": "in_progress", "content": []}
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        added = self._event("response.output_item.added", output_index=item_at["output_index"], item=item)
-        return added + self._event("response.content_part.added", **item_at, content_index=0, part=part)
+        added = self._event("response.output_item.added", output_index=self._index, item=item)
+        return added + self._event("response.content_part.added", **self._message_at, content_index=0, part=part)
 
-    def _call_events(self, items: list[dict[str, Any]]) -> bytes:
-        """The events of the calls that were not sent yet."""
-        events = b""
-        for item in items[self._calls :]:
-            index = self._calls + self._open
-            self._calls += 1
-            item_at = {"item_id": item["id"], "output_index": index}
-            begun = {**item, "status": "in_progress", "arguments": ""}
-            events += self._event("response.output_item.added", output_index=index, item=begun)
-            events += self._event("response.function_call_arguments.delta", **item_at, delta=item["arguments"])
-            events += self._event(
-                "response.function_call_arguments.done", **item_at, name=item["name"], arguments=item["arguments"]
-            )
-            events += self._event("response.output_item.done", output_index=index, item=item)
+    def _close_message(self, choice: Choice) -> bytes:
+        """The events that end the message; empty where none is open."""
+        if not self._open:
+            return b""
+        item, item_at = self._message(choice, self._calls), self._message_at
+        part = item["content"][0]
+        events = self._event(
+            "response.output_text.done", **item_at, content_index=0, text=part["text"], logprobs=part["logprobs"]
+        )
+        events += self._event("response.content_part.done", **item_at, content_index=0, part=part)
+        events += self._event("response.output_item.done", output_index=self._index, item=item)
+        self._open, self._sent = False, 0
+        self._index += 1
         return events
+
+    def _call_events(self, choice: Choice) -> bytes:
+        """The events of the next call."""
+        index, item = self._index, self._items(choice)[self._calls]
+        self._calls += 1
+        self._index += 1
+        item_at = {"item_id": item["id"], "output_index": index}
+        begun = {**item, "status": "in_progress", "arguments": ""}
+        events = self._event("response.output_item.added", output_index=index, item=begun)
+        events += self._event("response.function_call_arguments.delta", **item_at, delta=item["arguments"])
+        events += self._event(
+            "response.function_call_arguments.done", **item_at, name=item["name"], arguments=item["arguments"]
+        )
+        return events + self._event("response.output_item.done", output_index=index, item=item)
 
     def end(self, choice: Choice, usage: dict[str, int]) -> bytes:
         """The last events."""
-        events, body = b"", self.body(choice, usage)
-        if not self._open and not choice.calls:
-            events += self._open_message(choice)
-        if self._open:
-            item_at = self._item_at(choice)
-            item = body["output"][item_at["output_index"]]
-            part = item["content"][0]
-            events += self._event(
-                "response.output_text.done", **item_at, content_index=0, text=self._sent,
-                logprobs=part["logprobs"],
-            )  # fmt: skip
-            events += self._event("response.content_part.done", **item_at, content_index=0, part=part)
-            events += self._event("response.output_item.done", output_index=item_at["output_index"], item=item)
-        return events + self._event(f"response.{body['status']}", response=body)
+        events = b"" if self._index else self._open_message(choice)
+        body = self.body(choice, usage)
+        return events + self._close_message(choice) + self._event(f"response.{body['status']}", response=body)
 
     def failed(self, error: dict[str, Any]) -> bytes:
         """The last event of a stream that failed."""
@@ -404,22 +433,32 @@ class ResponsesFormat:
         return self._event("error", code=code, message=about["message"], param=about["param"])
 
     def _output(self, choice: Choice) -> list[dict[str, Any]]:
-        """The items in the order in which the model wrote them; parts of text that calls separate are one message."""
-        calls, first = self._items(choice), choice.calls_before_text
-        if calls and not choice.content:
-            return calls
-        return [*calls[:first], self._message(choice), *calls[first:]]
+        """The items in the order in which the model wrote them."""
+        output, calls = [], self._items(choice)
+        for number in range(len(calls) + 1):
+            if number in choice.texts:
+                output.append(self._message(choice, number))
+            output += calls[number : number + 1]
+        return output or [self._message(choice, 0)]
 
-    def _message(self, choice: Choice) -> dict[str, Any]:
-        part = {"type": "output_text", "text": choice.content, "annotations": [], "logprobs": self._logprobs(choice)}
-        cut = choice.reply.finish == "length" and choice.calls_before_text == len(choice.calls)  # it is the last item
-        status = "incomplete" if cut else "completed"
-        return {"id": self._item_at(choice)["item_id"], "type": "message", "role": "assistant", "status": status,
-                "content": [part]}  # fmt: skip
+    def _message(self, choice: Choice, number: int) -> dict[str, Any]:
+        """The text between so many calls and the next one. The first such text has the log-probabilities of all."""
+        numbers = range(
+            choice.text.tokens_shown if self._asked.logprobs and number == min(choice.texts, default=0) else 0
+        )
+        scores = token_entries(choice, choice.scores(numbers))
+        part = {"type": "output_text", "text": choice.texts.get(number, ""), "annotations": [], "logprobs": scores}
+        cut = choice.reply.finish == "length" and number == len(choice.calls)  # it is the last item
+        return {"id": self._message_id(number), "type": "message", "role": "assistant",
+                "status": "incomplete" if cut else "completed", "content": [part]}  # fmt: skip
 
-    def _logprobs(self, choice: Choice) -> msgspec.Raw:
-        numbers = range(choice.text.tokens_shown if self._asked.logprobs else 0)
-        return token_entries(choice, choice.scores(numbers))
+    def _message_id(self, number: int) -> str:
+        return f"msg_{self.id.removeprefix('resp-')}" + (f"_{number}" if number else "")
+
+    @property
+    def _message_at(self) -> dict[str, Any]:
+        """The id of the open message, and its index."""
+        return {"item_id": self._message_id(self._calls), "output_index": self._index}
 
     def _items(self, choice: Choice) -> list[dict[str, Any]]:
         return [
@@ -427,10 +466,6 @@ class ResponsesFormat:
              "name": call.name, "arguments": call.arguments}
             for name, call in choice.calls
         ]  # fmt: skip
-
-    def _item_at(self, choice: Choice) -> dict[str, Any]:
-        """The id of the item of the message, and its index."""
-        return {"item_id": f"msg_{self.id.removeprefix('resp-')}", "output_index": choice.calls_before_text}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1

@@ -59,6 +59,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 """For ``responses=`` of a router, so that the API's documentation lists them."""
 
 
+HEARTBEAT = b": heartbeat\n\n"
+"""A comment in a stream of server-sent events, while nothing else is sent."""
+
 LINE_SEPARATORS = {character.encode(): b"\\u%04x" % ord(character) for character in "\x85\u2028\u2029"}
 """Characters that JSON leaves as they are and ``str.splitlines`` ends a line at, in UTF-8, and their escapes."""
 

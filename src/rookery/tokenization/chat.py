@@ -71,12 +71,17 @@ class PromptTooLong(UserError):
     """The prompt leaves no room for a completion in the model's context. The message begins as OpenAI's does, by
     which litellm and crewAI recognise it."""
 
+    tokens: int | None = None
+    """The length of the prompt; None for a text that is too long to be tokenized."""
+
     @classmethod
     def of(cls, context: int, tokens: int) -> PromptTooLong:
         """The error for a prompt of so many tokens."""
-        return cls(
+        error = cls(
             f"this model's maximum context length is {count_of(context, 'token')}; the prompt has {tokens}: shorten it"
         )
+        error.tokens = tokens
+        return error
 
 
 class Chat:

@@ -14,7 +14,7 @@ from rookery.controller.prompts import Sampling
 from rookery.errors import Conflict, NotFound, Unavailable, UserError, short
 from rookery.server.auth import AuthenticatedRoute, Service, ServiceContext, authenticate_agent
 from rookery.server.openai import ChatRequest
-from rookery.server.openai_responses import ResponsesRequest
+from rookery.server.openai_responses import ResponsesInput, ResponsesRequest
 from rookery.server.responses import ERRORS, json_response, public_address
 from rookery.server.routes.jobs import OfJob
 from rookery.server.routes.openai import ERRORS as OPENAI_ERRORS
@@ -23,6 +23,7 @@ from rookery.server.routes.openai import (
     UnknownPath,
     complete_chat,
     complete_tokens,
+    count_input,
     disconnected,
     respond,
 )
@@ -138,6 +139,14 @@ class EpisodeResponses(ResponsesRequest):
     model: Line = ""
 
 
+class EpisodeInput(ResponsesInput):
+    """The input of an agent's response."""
+
+    chat_type = EpisodeChat
+
+    model: Line = ""
+
+
 class EpisodeTokens(TokenRequest):
     """Token ids of an agent."""
 
@@ -158,6 +167,12 @@ async def chat(service: Service, session: Session, request: Request, options: Ep
 async def responses(service: Service, session: Session, request: Request, asked: EpisodeResponses) -> Response:
     """Continue a conversation with the episode's policy, in the form of OpenAI's Responses API."""
     return await respond(service, _sampler(session), session.tenant, request, asked)
+
+
+@agent_routes.post("/v1/responses/input_tokens", response_model=dict[str, Any], name="agent_input_tokens")
+async def input_tokens(service: Service, session: Session, asked: EpisodeInput) -> Response:
+    """The number of tokens that a response of the episode's policy would read."""
+    return await count_input(service, _sampler(session), session.tenant, asked)
 
 
 @agent_routes.post("/inference/v1/generate", response_model=dict[str, Any], name="agent_tokens")
@@ -189,6 +204,6 @@ def _model(session: AgentSession, name: str) -> dict[str, Any]:
 )
 async def unknown_path(session: Session, path: str) -> Response:
     raise UnknownPath(
-        f"nothing at /{path} of an episode; there are /v1/chat/completions, /v1/responses, /v1/models and"
-        " /inference/v1/generate"
+        f"nothing at /{path} of an episode; there are /v1/chat/completions, /v1/responses,"
+        " /v1/responses/input_tokens, /v1/models and /inference/v1/generate"
     )

@@ -45,9 +45,10 @@ from rookery.server.openai import (
     read_arguments,
     refuse_unsupported,
 )
-from rookery.server.openai_responses import ResponsesFormat, ResponsesRequest
+from rookery.server.openai_responses import ResponsesFormat, ResponsesInput, ResponsesRequest
 from rookery.server.responses import ERRORS as SERVICE_ERRORS
 from rookery.server.responses import (
+    HEARTBEAT,
     METHODS,
     EventStream,
     event_data,
@@ -305,6 +306,34 @@ async def respond(
     return await _whole(
         service, request, form.size(choices[0]), headers, lambda: form.body(choices[0], _usage(choices))
     )
+
+
+@routes.post("/responses/input_tokens", response_model=dict[str, Any])
+async def input_tokens(service: Service, owner: Owner, asked: ResponsesInput) -> Response:
+    """The number of tokens that a response would read, also where they are more than the model's context."""
+    return await count_input(service, service.controller.completions, owner.id, asked)
+
+
+async def count_input(service: ServiceContext, source: Sampling, owner: str, asked: ResponsesInput) -> Response:
+    """The number of tokens that a response of ``source`` would read."""
+    with asked.renamed():
+        options = await service.threads(asked.as_chat)
+        messages, _ = await service.threads(_read_chat, options)
+        target, chat = await source.open(owner, options.model)
+        count = await service.threads(_of_argument, "messages", _count_chat, source, target, chat, options, messages)
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
+
+
+def _count_chat(
+    source: Sampling, target: Target, chat: Chat, options: ChatRequest, messages: list[dict[str, Any]]
+) -> int:
+    """Raises :class:`UserError`."""
+    try:
+        return len(_prepare_chat(source, target, chat, options, messages).prompt)
+    except PromptTooLong as error:
+        if error.tokens is None:
+            raise
+        return error.tokens
 
 
 @token_routes.post("/generate", response_model=dict[str, Any], name="generate_tokens")
@@ -648,7 +677,7 @@ async def _events(
                 yield form.chunk([first])
         async for update in growth:
             if update is None:
-                yield b": heartbeat\n\n"
+                yield form.heartbeat()
                 continue
             choice, text, finish = update
             ids = form.options.return_token_ids and choice.ids_sent < len(choice.reply.tokens)
@@ -671,7 +700,7 @@ async def _response_events(
     try:
         yield form.begin()
         async for update in growth:
-            events = b": heartbeat\n\n" if update is None else form.grow(choice, update[1])
+            events = HEARTBEAT if update is None else form.grow(choice)
             if events:
                 yield events
         yield await off_loop(service.encoders, form.size(choice), lambda: form.end(choice, _usage([choice])))
