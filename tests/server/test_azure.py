@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,7 +14,11 @@ from openai import AzureOpenAI, OpenAI
 from tests.support.faces import MODEL, ThreadedWorker, served
 from tests.support.waiting import until
 
+from rookery.clock import RandomIds, SystemClock
+from rookery.server.completion_formats import ChatFormat, TextFormat
 from rookery.server.launcher import EmbeddedService
+from rookery.server.openai import ChatRequest, CompletionRequest
+from rookery.server.routes.azure import DeployedChat, DeployedCompletion
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
 VERSION = "2024-10-21"
@@ -45,10 +51,34 @@ def test_completions_are_those_of_the_plain_client(service: EmbeddedService) -> 
         assert client.responses.create(model=MODEL, input="Hello?", extra_body={"seed": 7}).output_text == (
             response.output_text
         )
+        count = plain.responses.input_tokens.count(model=MODEL, input="Hello?").input_tokens
+        assert count and client.responses.input_tokens.count(model=MODEL, input="Hello?").input_tokens == count
         assert [model.id for model in client.models.list()] == [model.id for model in plain.models.list()]
         assert not list(client.files.list()) and not list(client.fine_tuning.jobs.list())
     with OpenAI(base_url=f"{service.url}/openai/v1", api_key=service.key) as newer:
         assert newer.chat.completions.create(**asked).choices[0].message.content == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "form", "kinds"),
+    [
+        ({"messages": HELLO}, ChatFormat, (ChatRequest, DeployedChat)),
+        ({"prompt": "Once"}, TextFormat, (CompletionRequest, DeployedCompletion)),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}])
+def test_a_stream_for_azure_waits_without_comments(asked: Any, form: Any, kinds: Any, more: Any) -> None:
+    """azure-ai-inference raises at a line that is no data, and skips a chunk without choices and usage."""
+    context = SimpleNamespace(context=SimpleNamespace(ids=RandomIds(), clock=SystemClock()))
+    plain, deployed = (
+        form(context, kind.model_validate({"model": "m", "stream": True, **asked, **more}), "m", logprobs=False,
+             trainable=True).heartbeat()
+        for kind in kinds
+    )  # fmt: skip
+    assert plain.startswith(b":") and plain.endswith(b"\n\n")
+    line, *rest = deployed.splitlines()
+    chunk = json.loads(line.removeprefix(b"data: "))
+    assert rest == [b""] and chunk["choices"] == [] and chunk.get("usage") is None
 
 
 @pytest.mark.parametrize("body", [{}, {"model": None}, {"model": "gpt-4o"}])

@@ -1,5 +1,6 @@
 """``/openai/deployments/MODEL``: the completions of ``/v1`` where clients for Azure send them. The address names the
-model. Every other path below ``/openai`` is that below ``/v1`` (:mod:`rookery.server.methods`)."""
+model, and a stream has no comments, at which azure-ai-inference fails: it skips chunks without choices, as Azure sends
+them. Every other path below ``/openai`` is that below ``/v1`` (:mod:`rookery.server.methods`)."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ NotRead = Annotated[Line, BeforeValidator(lambda given: given or "")]
 class DeployedChat(ChatRequest):
     """A chat with the model that its address names."""
 
+    reads_comments = False
     model: NotRead = Field("", description="No effect: the address names the model")
 
 
 class DeployedCompletion(CompletionRequest):
     """A completion of the model that its address names."""
 
+    reads_comments = False
     model: NotRead = Field("", description="No effect: the address names the model")
 
 
