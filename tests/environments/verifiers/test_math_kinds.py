@@ -293,7 +293,8 @@ KINDS: dict[str, list[tuple[str, str, int]]] = {
         (r"\emptyset", reply, 1)
         for reply in (r"\boxed{\emptyset}", r"\boxed{x\in\emptyset}", r"\boxed{S=\emptyset}", r"\boxed{\varnothing.}",
                       r"\boxed{\emptyset \text{ (no solution)}}",
-                      r"\boxed{\{\}}", r"The answer is $\emptyset$.")
+                      r"\boxed{\{\}}", r"The answer is $\emptyset$.", "∅",
+                      "The answer is ∅.", r"so x is in \emptyset: \emptyset")
     ] + [(r"\{\emptyset\}", r"\boxed{\{\emptyset\}}", 1), ("0", r"\boxed{\emptyset}", 0)],
     "signs that are left out before a number": [
         (answer, reply, 0) for answer in ("5", "6")

@@ -51,6 +51,7 @@ _FACTORIAL = re.compile(
 _SET_OPERATION = re.compile(r"\\(?:cup|cap|setminus)(?![A-Za-z])|[∪∩]")
 _NAMED = re.compile(r"\A.*(?:=|∈|\\in(?![A-Za-z]))")
 """The name of a list before it."""
+_EMPTY_SET = re.compile(r"∅|\\(?:emptyset|varnothing)")
 _CONGRUENCE = re.compile(
     r"(?:(?P<name>[A-Za-z]) ?(?:\\equiv(?![A-Za-z])|≡) ?)?(?P<rest>-?\d{1,30}) ?"
     r"(?:\\pmod ?(?:\{ ?(?P<braced>\d{1,30}) ?\}|(?P<bare>\d{1,30}))"
@@ -84,6 +85,8 @@ def _answer(text: str, *, whole: bool) -> str | None:
     """A text that is one answer which needs no words; None for any other. Where it is not the ``whole`` reply, an
     exclamation mark at its end is that of the sentence."""
     text = text.strip().removesuffix(".").strip()
+    if _EMPTY_SET.fullmatch(text):
+        return text
     if _FACTORIAL.fullmatch(text) and (whole or not text.endswith("!")):
         return text
     several = _SEVERAL.fullmatch(text)
