@@ -94,6 +94,7 @@ def streamed(client: OpenAI, model: str = MODEL, **options: Any) -> tuple[str, l
     content, calls, finish = "", [], ""
     for chunk in asked(client, model, stream=True, **options):
         choice = chunk.choices[0]
+        assert not (choice.delta.content and choice.delta.tool_calls), "autogen and haystack read one of them"
         content += choice.delta.content or ""
         for call in choice.delta.tool_calls or []:
             assert call.index == len(calls)

@@ -218,8 +218,9 @@ class ChatFormat(ResponseFormat):
 
     def delta(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": text} if text else {}
-        first, choice.calls_sent = choice.calls_sent, len(choice.calls)
-        if first < choice.calls_sent:
+        first = choice.calls_sent
+        if first < len(choice.calls) and not text:
+            choice.calls_sent = len(choice.calls)
             delta["tool_calls"] = [
                 {"index": first + number, **call} for number, call in enumerate(_tool_calls(choice)[first:])
             ]

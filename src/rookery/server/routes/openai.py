@@ -668,8 +668,9 @@ async def _exhaust(growth: AsyncGenerator[Any]) -> bool:
 async def _events(
     form: ResponseFormat, choices: Sequence[Choice], growth: Growth, request: Request
 ) -> AsyncGenerator[bytes]:
-    """The events of a streamed response. An error is its last event. The end of a choice has a separate chunk, as in
-    OpenAI's streams: its client closes a call of a tool that an earlier chunk brought."""
+    """The events of a streamed response. An error is its last event. As in OpenAI's streams text and calls of tools
+    have separate chunks, of which clients read one or the other, and so has the end of a choice: the SDK closes a call
+    that an earlier chunk brought."""
     try:
         for choice in choices:
             first = form.first_chunk(choice)
@@ -681,8 +682,10 @@ async def _events(
                 continue
             choice, text, finish = update
             ids = form.options.return_token_ids and choice.ids_sent < len(choice.reply.tokens)
-            if text or ids or choice.calls_sent < len(choice.calls):
+            if text or ids:
                 yield form.chunk([form.delta(choice, text, None)])
+            if choice.calls_sent < len(choice.calls):
+                yield form.chunk([form.delta(choice, "", None)])
             if finish:
                 yield form.chunk([form.delta(choice, "", finish)])
         if form.include_usage:
