@@ -144,11 +144,12 @@ test-integration: $(VENV)/.tests
 	@$(BIN)/python -m pytest -m heavy $(INTEGRATION) --numprocesses $(HEAVY_PROCESSES) --dist worksteal
 	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(THREADED)
 
-# Each attack of one caller alone; then twenty minutes of small jobs, chats, Tinker clients, kills, and a tenant that
-# attacks in every way at once: what grows, what others notice.
+# Each attack of one caller alone; twenty minutes of small jobs, chats, Tinker clients, kills, and a tenant that attacks
+# in every way at once: what others notice; then a thousand small jobs: how much a worker grows by each.
 soak: $(VENV)/.tests
 	@status=0; $(BIN)/python -m benchmarks.scale.callers --save || status=1; \
 	$(BIN)/python -m benchmarks.scale.soak || status=1; \
+	$(BIN)/python -m benchmarks.scale.soak --jobs 1000 || status=1; \
 	$(BIN)/python -m benchmarks.lib.report; exit $$status
 
 # The same for a minute and a half, with the targets that so short a run can meet.
