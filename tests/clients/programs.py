@@ -1,7 +1,7 @@
 """The programs behind docs/clients.md: ``python programs.py NAME``, in an environment that has the client.
 
-``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` name a service, ``MODEL`` a model that calls the tool ``add`` and then says
-``The sum is 3.``; ``RANDOM_URL``, ``RANDOM_KEY`` and ``RANDOM_MODEL`` name one of random weights.
+``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` name a service, ``MODEL`` a model that says a word, calls the tool ``add``,
+and then says ``The sum is 3.``; ``RANDOM_URL``, ``RANDOM_KEY`` and ``RANDOM_MODEL`` name one of random weights.
 """
 
 from __future__ import annotations
@@ -217,6 +217,88 @@ def lm_eval() -> None:
     assert isinstance(chats.generate_until([asked])[0], str)
 
 
+def mirascope() -> None:
+    from mirascope import llm as library
+
+    @library.tool
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    library.register_provider("openai", base_url=URL, api_key=KEY)
+    for kind in ("completions", "responses"):
+        model = library.Model(f"openai/{MODEL}:{kind}")
+        first = model.call("What is 1 + 2?", tools=[add])
+        assert first.resume(first.execute_tools()).texts[-1].text == ANSWER
+        begun = model.stream("What is 1 + 2?", tools=[add])
+        begun.finish()
+        ended = begun.resume(begun.execute_tools())
+        assert "".join(ended.text_stream()) == ANSWER
+
+
+def llama_index() -> None:
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+    from pydantic import BaseModel
+
+    class Flag(BaseModel):
+        on: bool
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    model = OpenAILike(model=MODEL, api_base=URL, api_key=KEY, is_chat_model=True, is_function_calling_model=True)
+    asked, tool = ChatMessage(role="user", content="What is 1 + 2?"), FunctionTool.from_defaults(add)
+    whole = model.chat_with_tools([tool], user_msg=asked)
+    *_, streamed = model.stream_chat_with_tools([tool], user_msg=asked)
+    for first in (whole, streamed):
+        [call] = model.get_tool_calls_from_response(first)
+        assert call.tool_kwargs == {"a": 1, "b": 2}
+        result = ChatMessage(role="tool", content="3", additional_kwargs={"tool_call_id": call.tool_id})
+        assert model.chat([asked, first.message, result]).message.content == ANSWER
+    random: dict[str, Any] = {"model": RANDOM_MODEL, "api_base": RANDOM_URL, "api_key": RANDOM_KEY}
+    text = OpenAILike(**random, max_tokens=8, logprobs=True, top_logprobs=2).complete("Once")
+    assert text.logprobs
+    other = OpenAILike(**random, is_chat_model=True, should_use_structured_outputs=True)
+    assert isinstance(other.as_structured_llm(Flag).chat([asked]).raw, Flag)
+
+
+def dspy() -> None:
+    import dspy as library
+
+    for engine in ("lm15", "litellm"):
+        model = library.LM(f"openai/{MODEL}", api_base=URL, api_key=KEY, cache=False, engine=engine)
+        assert model("What is 1 + 2?") == [ANSWER]
+        other = library.LM(
+            f"openai/{RANDOM_MODEL}", api_base=RANDOM_URL, api_key=RANDOM_KEY, cache=False, engine=engine
+        )
+        try:
+            other("x" * 20_000)
+        except library.ContextWindowExceededError:
+            continue
+        raise AssertionError("the prompt is longer than the model's context")
+
+
+def huggingface_hub() -> None:
+    os.environ.pop("HF_HUB_OFFLINE")  # it refuses every address
+    from huggingface_hub import InferenceClient
+
+    client = InferenceClient(base_url=URL, api_key=KEY)
+    options: dict[str, Any] = {"model": MODEL, "tools": [TOOL]}
+    whole = client.chat_completion(QUESTION, **options).choices[0].message
+    [call] = whole.tool_calls or []
+    assert json.loads(str(call.function.arguments)) == {"a": 1, "b": 2}
+    chunks = client.chat_completion(QUESTION, **options, stream=True, stream_options={"include_usage": True})
+    *_, last = chunks
+    assert last.usage and last.usage.completion_tokens
+    result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+    calls = [{"id": call.id, "type": "function", "function": dict(call.function)}]
+    further = [*QUESTION, {"role": "assistant", "content": whole.content, "tool_calls": calls}, result]
+    assert client.chat_completion(further, **options).choices[0].message.content == ANSWER
+
+
 def llm() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model: dict[str, Any] = {
@@ -238,7 +320,8 @@ def llm() -> None:
 PROGRAMS: dict[str, Callable[[], None]] = {
     "openai": openai, "litellm": litellm, "langchain-openai": langchain, "instructor": instructor,
     "pydantic-ai": pydantic_ai, "smolagents": smolagents, "openai-agents": openai_agents, "inspect-ai": inspect_ai,
-    "lm-eval": lm_eval, "llm": llm,
+    "lm-eval": lm_eval, "llm": llm, "mirascope": mirascope, "llama-index": llama_index, "dspy": dspy,
+    "huggingface_hub": huggingface_hub,
 }  # fmt: skip
 
 if __name__ == "__main__":

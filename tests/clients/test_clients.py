@@ -23,12 +23,12 @@ pytestmark = pytest.mark.heavy
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = {"inspect-ai": "inspect"}
 """Clients with an environment of their own; the others share one."""
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+CALL = 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 ANSWER = "The sum is 3."
 
 
 class AddingWorker(ThreadedWorker):
-    """Calls ``add`` where the conversation has no result yet, then says the sum."""
+    """Says a word and calls ``add`` where the conversation has no result yet, then says the sum."""
 
     def __init__(self, url: str, token: str, words: Tokenizer) -> None:
         super().__init__(url, token, words, (CALL, ANSWER))

@@ -485,6 +485,32 @@ async def test_failed_source_is_replaced(room: Room) -> None:
     assert answers() == [[second], []], "the service is left"
 
 
+async def test_a_source_that_failed_while_it_started_again_is_not_named_again(room: Room) -> None:
+    """Its new process has the artifact on its disk, and counts as a holder only when its model is loaded."""
+    ref = room.ref(1)
+    await holding(room, "a", ref, instance="first")
+    asker = room.worker("asker", address="http://asker:1")
+    asker.pulling.clear()
+    await asker.join()
+    assert sources(room, "asker", ref) == ["http://a:1"]
+    again = room.worker("a", address="http://a:1", instance="second", loading=True)
+    again.adapters = {ref.hash}
+    await again.join()
+    await holding(room, "b", ref)
+
+    def answers() -> list[list[str]]:
+        return [message.sources for message in asker.other if isinstance(message, protocol.Sources)]
+
+    await asker.say(protocol.SourcesRequest(epoch=0, hash=ref.hash, failed="http://a:1"))
+    await eventually(lambda: answers()[-1:] == [["http://b:1"]])
+    before = len(answers())
+    await again.say(ready())
+    await eventually(lambda: room[again.name].state == "serving")
+    await asker.say(protocol.SourcesRequest(epoch=0, hash=ref.hash, failed="http://b:1"))
+    await eventually(lambda: len(answers()) > before)
+    assert answers()[-1] == [], "the service is left"
+
+
 async def test_transfer_that_a_worker_does_not_mention_ends(room: Room) -> None:
     ref = room.ref(1)
     await holding(room, "a", ref)
