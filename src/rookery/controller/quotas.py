@@ -581,7 +581,7 @@ class GroupsInMemory(NamedTuple):
 
 
 def groups_in_memory(spec: Mapping[str, Any]) -> GroupsInMemory:
-    """Of a stored job that samples."""
+    """The groups of a stored job that samples."""
     policies = [*spec.get("policies", {}).values()]
 
     def value(section: str, field: str, policy: Mapping[str, Any]) -> int:
