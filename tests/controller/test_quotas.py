@@ -19,6 +19,7 @@ from tests.support.driven import ADAM, Client, forward, join
 from tests.support.peers import HANG, MODEL, Service, eventually, job_of, settle
 
 from rookery.controller.jobs.registry import WaitingJob
+from rookery.controller.quotas import METADATA_SECONDS
 from rookery.controller.sessions import operations
 from rookery.controller.usage import FLUSH_SECONDS
 from rookery.errors import Conflict, DatabaseAway, NotFound, RookeryError, TooManyRequests, Unavailable, UserError
@@ -490,6 +491,29 @@ async def test_metadata_of_a_tenant_is_bounded(service: Service) -> None:
     assert 3000 <= stored < 4000, "what is stored is what was counted"
     await service.controller.limit_tenant("alice", {"metadata_bytes": 10_000})
     await sessions.create("alice", None, sdk_version="1", name="", about=text)
+
+
+async def test_uploads_of_a_tenant_are_bounded_in_their_number(service: Service) -> None:
+    """A dataset of a byte takes a folder with two files, and a row."""
+
+    def upload(number: int, tenant: str = "alice") -> Coroutine[Any, Any, tuple[str, int]]:
+        async def rows() -> AsyncIterator[bytes]:
+            yield b"%d" % number
+
+        return service.controller.add_dataset(tenant, rows(), lambda path: 1)
+
+    await service.controller.limit_tenant("alice", {"metadata_bytes": 3 * tenants.ROW_BYTES})
+    made = [await upload(number) for number in range(3)]
+    assert service.database.read(tenants.metadata_bytes, "alice") == 3 * tenants.ROW_BYTES
+    with pytest.raises(TooManyRequests, match=r"your jobs, uploads, .* of the database, allowed: 1536; delete"):
+        await upload(3)
+    assert refused(service) == {"metadata_bytes": 1}
+    assert await upload(2) == made[2], "the same bytes are the same upload"
+    await upload(3, "bob")
+    assert len(list((service.folder / "artifacts").glob("*/rows.jsonl"))) == 4
+    await service.controller.delete_upload("alice", made[0][0])
+    service.clock.now += METADATA_SECONDS + 1
+    await upload(3)
 
 
 @pytest.mark.parametrize(

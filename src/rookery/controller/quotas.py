@@ -419,8 +419,8 @@ class Quotas:
         if (now := self._described(tenant)) >= most:
             raise self._refuse(
                 "metadata_bytes",
-                f"your jobs, sessions, training runs, samplers and checkpoints take {now} bytes of the database,"
-                f" allowed: {most:.0f}; delete jobs or checkpoints, or ask the administrator",
+                f"your jobs, uploads, sessions, training runs, samplers and checkpoints take {now} bytes of the"
+                f" database, allowed: {most:.0f}; delete jobs, uploads or checkpoints, or ask the administrator",
             )
         with self._using(tenant, metadata_bytes=size):
             try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from rookery.controller.quotas import Quotas, counted
 from rookery.controller.service_time import LONGEST_WORK_WAIT
 from rookery.controller.services import Services
 from rookery.controller.weights.gc import ArtifactCollector
+from rookery.errors import NotFound
 from rookery.storage.artifacts import Staging
 from rookery.storage.models import UploadKind
 from rookery.storage.repositories import tenants
@@ -119,12 +120,24 @@ class Uploads:
             await self._services.threads(staging.abandon)
 
     async def _keep(self, tenant: str, kind: UploadKind, staging: Staging, name: str = "") -> str:
-        """Commit an upload of the tenant; returns its hash."""
+        """Commit an upload of the tenant; returns its hash. Raises :class:`TooManyRequests` where the tenant may have
+        no further one: each takes a row, and a folder with two files, however few bytes these have."""
         services = self._services
-        async with self._collector.storing(staging) as manifest:
+        async with AsyncExitStack() as within:
+            if not await self._is_stored(tenant, kind, staging.manifest().hash):
+                await within.enter_async_context(self._quotas.describing(tenant, name))
+            manifest = await within.enter_async_context(self._collector.storing(staging))
             now = services.clock.time()
             await services.store.write(tenants.add_upload, tenant, kind, manifest.hash, manifest.size, now, name)
         return manifest.hash
+
+    async def _is_stored(self, tenant: str, kind: UploadKind, digest: str) -> bool:
+        """Whether the tenant has uploaded these bytes before."""
+        try:
+            await self._services.store.read(tenants.get_upload, tenant, kind, digest)
+        except NotFound:
+            return False
+        return True
 
 
 async def _whole(content: bytes) -> AsyncIterator[bytes]:

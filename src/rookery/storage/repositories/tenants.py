@@ -121,9 +121,11 @@ def stored(connection: Connection, tenant: str) -> tuple[int, int]:
 
 
 def metadata_bytes(connection: Connection, tenant: str) -> int:
-    """The bytes of the tenant's rows that a client describes: jobs, sessions, models, samplers, checkpoints."""
-    texts: dict[type[OwnedRow], Any] = {
+    """The bytes of the tenant's rows that a client describes: jobs, uploads, sessions, models, samplers,
+    checkpoints."""
+    texts: dict[type[OwnedRow | UploadRow], Any] = {
         JobRow: JobRow.spec,
+        UploadRow: UploadRow.name,
         SessionRow: SessionRow.about,
         ModelRow: ModelRow.about,
         SamplerRow: None,
