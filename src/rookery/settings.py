@@ -155,8 +155,8 @@ class EdgeSettings(Section):
     tenant_body_bytes: int = Field(256 << 20, ge=1 << 10)
     """Bodies of one tenant's requests in memory at once, in bytes; more get status 429. One alone has its own limit."""
     connections: int = Field(4096, ge=8)
-    """Most open connections; fewer where the limit of file descriptors, less 256, allows fewer. For
-    a connection above it, the oldest one that waits for a request is closed; without one the new one is."""
+    """Most open connections; fewer where the limit of file descriptors allows fewer, of which 256, or half, stay free.
+    For a connection above it, the oldest one that waits for a request is closed; without one the new one is."""
     host_bytes: int = Field(8 << 20, ge=1 << 16)
     """Largest message of a tenant's environment host: prompts, or the answer of an environment."""
 
@@ -213,9 +213,9 @@ class LimitSettings(Section):
     tenant_uploads: int = Field(16, ge=1)
     """Uploads of one tenant under way at once; further ones get status 429."""
     tenant_metadata_bytes: int = Field(64 << 20, ge=1 << 10)
-    """Bytes of one tenant's rows in the database that a client describes itself: jobs, and the sessions, training runs,
-    samplers and checkpoints of the Tinker API with their metadata. A row counts as 512 bytes and its texts. At the
-    limit new ones are refused."""
+    """Bytes of one tenant's rows in the database that a client describes itself: jobs, uploads, and the sessions,
+    training runs, samplers and checkpoints of the Tinker API with their metadata. A row counts as 512 bytes and its
+    texts. At the limit new ones are refused."""
     tenant_tokens_per_day: int = Field(0, ge=0)
     """Tokens sampled and trained on for one tenant in a day of UTC; 0 is no limit. At the limit its jobs pause until
     the next day, and its clients' requests get status 429."""

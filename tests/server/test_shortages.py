@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -22,6 +24,7 @@ from tests.support.faces import ThreadedWorker, job, tokenizer, write_model
 
 from rookery.client import Client, Job
 from rookery.errors import StorageFull, Unavailable
+from rookery.server.connections import Connections
 
 LEFT = (64, 48, 32, 24, 16, 12, 8)
 """Megabytes of address space beside those that the service has: enough to read a request, to receive one but not to
@@ -160,3 +163,16 @@ def test_requests_that_find_no_memory_fail_alone(process: tuple[subprocess.Popen
         assert answers[503], answers
         goes_on(running)
         assert ask("POST", "/api/v1/jobs/dry-run", large) == 200
+
+
+@pytest.mark.parametrize(
+    ("files", "places"), [(65536, 4096), (4352, 4096), (1024, 768), (512, 256), (256, 128), (64, 32), (2, 1)]
+)
+def test_connections_have_half_of_few_descriptors(files: int, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that had the only one left the service without an answer for anybody."""
+    monkeypatch.setattr("rookery.server.connections.raise_descriptor_limit", lambda: files)
+    connections, transport, admitted = Connections(4096, Counter()), cast(Any, SimpleNamespace()), 0
+    while (slot := connections.admit(transport, str(admitted))) is not None:
+        connections.welcome(slot)
+        admitted += 1
+    assert admitted == places

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import resource
 import ssl
@@ -34,11 +35,17 @@ from rookery.clock import Clock
 from rookery.errors import shortage
 from rookery.network import source_of
 
+log = logging.getLogger("rookery.server.connections")
+
 DESCRIPTORS = 65536
 """Limit of open files that the service asks for; the system may allow fewer."""
 
 RESERVED_DESCRIPTORS = 256
-"""File descriptors that connections leave free."""
+"""File descriptors that connections leave free; half of them where the system allows fewer than twice as many: a
+service whose connected worker takes its only place would answer nobody."""
+
+FEW_DESCRIPTORS = 1024
+"""A limit of open files below it is reported: containers and init systems give more."""
 
 HEAD_BYTES = 64 << 10
 """Largest head of a request: its address and headers. The connection is closed for a larger one."""
@@ -156,8 +163,13 @@ class Connections:
         self.rules = rules
         self.tls = tls
         self._refusals = refusals
-        descriptors = raise_descriptor_limit() - RESERVED_DESCRIPTORS
-        self._limit = max(1, min(most, descriptors))
+        descriptors = raise_descriptor_limit()
+        self._limit = max(1, min(most, descriptors - min(RESERVED_DESCRIPTORS, descriptors // 2)))
+        if descriptors < FEW_DESCRIPTORS:
+            log.warning(
+                "this process may open %d files, so at most %d connections; raise the limit (ulimit -n, LimitNOFILE)",
+                descriptors, self._limit,
+            )  # fmt: skip
         self._per_address = max(1, int(self._limit * ADDRESS_SHARE))
         self.per_tenant = max(1, int(self._limit * TENANT_SHARE))
         """Most open requests of one tenant."""
