@@ -848,6 +848,17 @@ def all_versions(database: Database) -> list[models.VersionRow]:
     return database.read(version_rows.versions, "alice", "job-main")
 
 
+def test_a_use_of_the_database_waits_for_no_other_one_that_hangs(tmp_path: Path) -> None:
+    """While a server stands still each thread holds a connection: a further one is to meet the same silence, not
+    another error."""
+    with closing(Database(f"sqlite:///{tmp_path}/a.db")) as database, ExitStack() as hanging:
+        database.create()
+        for _ in range(40):
+            hanging.enter_context(database.reading())
+        database.ping()
+        database.check_writes()
+
+
 # --- owners -----------------------------------------------------------------------------------------------------------
 
 _NOT_FOUND = """revoke_key get_upload get_job find_job get_policy version get_session get_model get_sampler

@@ -206,8 +206,10 @@ class Database:
         options: dict[str, Any] = {"pool_pre_ping": True, "connect_args": patience}
         if kind == "sqlite":
             options = {"connect_args": {"check_same_thread": False, "timeout": LOCK_WAIT_SECONDS}}
-            if parsed.database in (None, "", ":memory:"):
-                options["poolclass"] = StaticPool
+        if kind == "sqlite" and parsed.database in (None, "", ":memory:"):
+            options["poolclass"] = StaticPool
+        else:  # of the library's fifteen each may hang, with its thread, while the server stands still
+            options["max_overflow"] = -1
         try:
             self.engine: Engine = create_engine(parsed, **options)
         except ModuleNotFoundError as error:
