@@ -199,6 +199,29 @@ def test_a_store_that_refuses_at_a_start_is_a_mistake_or_may_answer_later(
     assert len(str(refused.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("mode", "kind", "match"),
+    [
+        ("clock", Unavailable, "now: this machine's clock differs from that of the store, RequestTimeTooSkewed"),
+        ("idle", Unavailable, "cannot be used now: RequestTimeout"),
+        ("slow down", Unavailable, "cannot be used now: "),
+        ("denied", UserError, "permission denied; set AWS_"),
+        ("expired", UserError, "permission denied; set AWS_"),
+    ],
+)
+def test_a_refusal_that_may_pass_is_no_mistake_of_any_status(
+    mode: str, kind: type[RookeryError], match: str, tmp_path: Path, s3_keys: None
+) -> None:
+    with s3() as bucket:
+        bucket.mode = mode
+        artifacts = ObjectArtifacts.at("s3://rookery/place", bucket.endpoint, tmp_path, StoreRules(retries=0))
+        with pytest.raises(kind, match=match) as refused:
+            artifacts.claim(Owner("sqlite:///a", "a", named=frozenset()))
+        assert len(str(refused.value).splitlines()) == 1
+        bucket.mode = "ok"
+        artifacts.claim(Owner("sqlite:///a", "a", named=frozenset()))
+
+
 @pytest.mark.parametrize("variable", ENDPOINT_VARIABLES)
 def test_the_endpoint_of_other_programs_is_used(variable: str, monkeypatch: pytest.MonkeyPatch, s3_keys: None) -> None:
     with s3() as there, s3() as elsewhere:

@@ -18,6 +18,8 @@ REFUSALS = {
     "no bucket": (404, "NoSuchBucket"),
     "expired": (403, "ExpiredToken"),
     "denied": (403, "AccessDenied"),
+    "clock": (403, "RequestTimeTooSkewed"),
+    "idle": (400, "RequestTimeout"),
 }
 FLAKY_SHARE = 0.3
 

@@ -81,8 +81,16 @@ PARTS_AT_ONCE = 4
 
 _STATUS = re.compile(r"status code: ([1-5]\d\d)\b|redirect without LOCATION")
 
+_CODE = re.compile("<Code>([A-Za-z]+)</Code>")
+
 LATER = (408, 409, 412, 425, 429)
-"""Refusals of a store that a later request may not meet."""
+"""Statuses of refusals that a later request may not meet."""
+
+SKEWED = "RequestTimeTooSkewed"
+
+LATER_CODES = (SKEWED, "RequestTimeout", "Throttling", "ThrottlingException")
+"""Codes of such refusals whose status, 400 or 403, is also that of a mistake: the clock of a machine without a battery
+is set some time after it has started."""
 
 
 def open_store(
@@ -221,7 +229,12 @@ class ObjectArtifacts(Artifacts):
         except ValueError as error:
             raise UserError(f"artifacts_url {self._url} cannot be used: {first_line(error)}") from None
         except (FileNotFoundError, BaseError) as error:
-            status = _status(error)
+            status, code = _status(error), _CODE.search(str(error))
+            if code is not None and code[1] in LATER_CODES:
+                clock = "this machine's clock differs from that of the store, " if code[1] == SKEWED else ""
+                raise Unavailable(
+                    f"artifacts_url {self._url} cannot be used now: {clock}{code[1]} ({first_line(error)})"
+                ) from None
             if status in (401, 403):
                 raise UserError(
                     f"artifacts_url {self._url}: permission denied; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to"
