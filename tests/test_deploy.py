@@ -306,21 +306,29 @@ def test_no_pod_gets_variables_of_services(path: Path) -> None:
     assert all(pod.get("enableServiceLinks") is False for pod in found)
 
 
-def test_a_container_that_serves_has_both_probes() -> None:
-    """Ready and alive are different questions, and the service answers both."""
+LONGEST_START = 3600.0
+"""Seconds that a start may take, such as with the migration of a large database, before a pod is ended."""
+
+
+def test_a_container_that_serves_has_its_probes() -> None:
+    """Ready and alive are different questions, and the service answers both. Until it does for the first time neither
+    is asked, in Kubernetes by default a failure every ten seconds: a start that takes minutes would never end."""
     served = []
     for path in sorted(DEPLOY.glob("*.yaml")):
         for pod in pods(list(yaml.safe_load_all(path.read_text(encoding="utf-8")))):
             for container in pod["containers"]:
                 ports = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
                 if Settings().server.port not in ports.values():
-                    assert "readinessProbe" not in container and "livenessProbe" not in container
+                    assert not {"startupProbe", "readinessProbe", "livenessProbe"} & container.keys()
                     continue
                 served.append(path.name)
                 ready, alive = (container[f"{kind}Probe"]["httpGet"] for kind in ("readiness", "liveness"))
                 assert (ready["path"], alive["path"]) == ("/readyz", "/healthz")
                 assert {ports[ready["port"]], ports[alive["port"]]} == {Settings().server.port}
                 assert container["readinessProbe"]["timeoutSeconds"] > PATIENCE_SECONDS
+                start = container["startupProbe"]
+                assert start["httpGet"] == alive
+                assert start["periodSeconds"] * start["failureThreshold"] >= LONGEST_START
     assert served == ["raycluster.yaml", "service.yaml"]
 
 
