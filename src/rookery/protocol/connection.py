@@ -195,11 +195,19 @@ async def serve_peer(
     """Serve one connection until it ends. ``register(hello, connection)`` answers the peer, its welcome posted, or
     raises :class:`RegistrationRefused`; ``deliver(peer, message)`` takes every later message.
     ``bad_frame(peer, error)`` is called for a frame that is no message, which ends the connection (peer is None before
-    the registration); ``closed(peer, connection)`` at the end, for a registered peer."""
+    the registration, which is refused then); ``closed(peer, connection)`` at the end, for a registered peer."""
     peer = writer = None
     try:
         async with asyncio.timeout(HELLO_SECONDS):
-            hello = decode(decoder, await connection.receive())
+            first = await connection.receive()
+        try:
+            hello = decode(decoder, first)
+        except BadFrame as error:  # it would dial and send the same again for ever
+            bad_frame(None, error)
+            raise RegistrationRefused(
+                f"its first frame is none of this service's protocol ({error}): correct the value that it names, or"
+                " install the service's version"
+            ) from None
         peer = await register(hello, connection)
         writer = asyncio.create_task(peer.outbox.write())
         while True:

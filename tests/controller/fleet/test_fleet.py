@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from typing import Any, get_args
 
 import pytest
@@ -152,8 +153,23 @@ async def test_bad_frame_closes_the_connection(room: Room, frame: bytes) -> None
     ours, theirs = connection_pair()
     serving = asyncio.create_task(room.fleet.serve(theirs))
     await ours.send(frame)
+    refused = protocol.decode(protocol.to_worker, await ours.receive())
+    assert isinstance(refused, protocol.HelloRejected), "else its process would send it again for ever"
     await serving
-    assert ours.closed
+    assert ours.closed and room.fleet.bad_frames == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "named"), [("w" * 201, 8, r"length <= 200 .*\$\.name"), ("w", -1, r">= 0 .*\$\.max_rows")]
+)
+async def test_hello_out_of_bounds_is_refused_with_its_field(room: Room, name: str, rows: int, named: str) -> None:
+    ours, theirs = connection_pair()
+    serving = asyncio.create_task(room.fleet.serve(theirs))
+    await ours.send(protocol.encode(worker_hello(machine(1), name, MODEL, max_rows=rows)))
+    refused = protocol.decode(protocol.to_worker, await ours.receive())
+    assert isinstance(refused, protocol.HelloRejected) and re.search(named, refused.reason), refused
+    await serving
+    assert room.fleet.bad_frames == 1 and not room.fleet.all()
 
 
 async def test_refused_worker_gets_the_reason(room: Room) -> None:
@@ -298,7 +314,7 @@ async def test_worker_that_does_not_read_delays_no_other(room: Room) -> None:
 @pytest.mark.parametrize(
     ("rows", "refusal", "notes", "bad_frames"),
     [
-        (-1, pytest.raises(ConnectionClosed), {}, 1),  # no message has such a number
+        (-1, pytest.raises(RegistrationRefused, match="none of this service's protocol"), {}, 1),  # no message has it
         (
             1 << 40,
             pytest.raises(RegistrationRefused, match="must be 0 to 65536"),
