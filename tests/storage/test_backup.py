@@ -217,6 +217,32 @@ def test_a_damaged_backup_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "restored").iterdir()) == []
 
 
+def test_a_restore_fills_the_folders_to_which_links_lead(tmp_path: Path) -> None:
+    """As where the artifacts have a disk that is not the data folder's."""
+    stored(tmp_path / "data")
+    back_up(tmp_path / "data", "", tmp_path / "backup")
+    disk, new = tmp_path / "disk", tmp_path / "new"
+    disk.mkdir()
+    new.mkdir()
+    (new / "artifacts").symlink_to(disk)
+    (disk / "owner").write_text("another database")
+    with pytest.raises(UserError, match="is not empty"):
+        restore(tmp_path / "backup", new, "")
+    assert {path.name for path in disk.iterdir()} == {"owner"}
+    (disk / "owner").unlink()
+    (file,) = (tmp_path / "backup" / "artifacts").glob("*/rows.jsonl")
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(b"worn")
+    with pytest.raises(CorruptArtifact, match=r"rows\.jsonl does not have the hash"):
+        restore(tmp_path / "backup", new, "")
+    assert [*disk.iterdir()] == [] and [path.name for path in new.iterdir()] == ["artifacts"]
+    file.write_bytes(content)
+    restore(tmp_path / "backup", new, "")
+    assert everything(sqlite_url(new)) == everything(sqlite_url(tmp_path / "data"))
+    assert [*disk.glob("*/rows.jsonl")]
+
+
 def test_a_backup_without_an_artifact_that_the_database_names_is_refused(tmp_path: Path) -> None:
     stored(tmp_path / "data")
     artifacts = Artifacts(tmp_path / "data" / "artifacts")

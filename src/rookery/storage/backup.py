@@ -122,15 +122,33 @@ def restore(backup: Path, data: Path, url: str, place: Place = DATA_FOLDER) -> i
                 (data / DATABASE_FILE).unlink()
             os.sync()
         except BaseException:
-            for entry in (entry for entry in data.iterdir() if entry.name != LOST_AND_FOUND):
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            _clear(data)
             raise
     return len(named)
 
 
 def _is_empty(data: Path) -> bool:
-    """Whether nothing is stored there. A start that found the disk full leaves empty folders."""
-    return all(path.is_dir() or path.name == LOCK_FILE for path in data.rglob("*") if LOST_AND_FOUND not in path.parts)
+    """Whether nothing is stored there, nor where links there lead, such as one to another disk. A start that found the
+    disk full leaves empty folders."""
+    for _, folders, files in os.walk(data, followlinks=True):
+        folders[:] = (name for name in folders if name != LOST_AND_FOUND)
+        if any(name != LOCK_FILE for name in files):
+            return False
+    return True
+
+
+def _clear(folder: Path) -> None:
+    """Delete what lies in ``folder``, and where links to other folders lead: those stay, and so does what they lead
+    to."""
+    for entry in folder.iterdir():
+        if entry.name == LOST_AND_FOUND:
+            continue
+        if entry.is_symlink() and entry.is_dir():
+            _clear(entry)
+        elif entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def _copy_jobs(source: Path, target: Path) -> None:
