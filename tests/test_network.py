@@ -175,6 +175,7 @@ def test_an_address_is_read_in_one_way(address: str, http: str, ws: str) -> None
         ("http://::1:7077", ""), ("", ""), ("http://h?x=1", ""), ("http://h/#top", ""),
         ("http://user:secret@h:1", "without a user and a password"),
         ("http://h\\x", ""), ("http://h:-1", ""), ("http://:7077", ""), ("http://h:\N{ARABIC-INDIC DIGIT FOUR}", ""),
+        ("http://rookery..svc:7077", ""), ("http://" + "h" * 64, ""), ("http://h..\N{GREEK SMALL LETTER ALPHA}", ""),
     ],
 )  # fmt: skip
 def test_an_address_without_a_scheme_or_host_is_one_line(wrong: str, hint: str) -> None:

@@ -59,6 +59,7 @@ def service_url(address: str, name: str, scheme: Literal["http", "ws"] = "http",
         parts = urlsplit(address)
         plain = not {*address} & {*" \t\n\r\\?#@"} and address.isprintable()
         if plain and parts.scheme in DEFAULT_PORTS and parts.hostname and parts.port != 0:
+            parts.hostname.encode("idna")  # as a look-up does: a ValueError for an empty part, or one of 64 letters
             tls = "s" if parts.scheme in ("https", "wss") else ""
             return f"{scheme}{tls}://{parts.netloc}{parts.path.rstrip('/')}{path}"
     shown = short(repr(_without_password(address)))
