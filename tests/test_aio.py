@@ -135,6 +135,12 @@ def test_a_process_ends_although_one_of_its_threads_hangs(ends: str, code: int, 
     assert (done.returncode, done.stderr) == (code, said)
 
 
+def test_a_process_ends_although_its_last_line_finds_no_room() -> None:
+    command = [sys.executable, "-c", HANGS.format(ends="raise ValueError('refused')")]
+    with open("/dev/full", "w", encoding="ascii") as full:
+        assert subprocess.run(command, stderr=full, timeout=60, check=False).returncode == 7
+
+
 async def test_a_call_in_a_new_thread_waits_for_no_other_thread() -> None:
     """All of asyncio's may hang, as on a disk that is away."""
     free, loop = threading.Event(), asyncio.get_running_loop()

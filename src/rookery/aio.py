@@ -171,7 +171,8 @@ def run_to_end(
 
     def end() -> None:
         if line:
-            print(line, file=sys.stderr)
+            with contextlib.suppress(OSError):  # a full disk, or a terminal that is gone, must not keep the process
+                print(line, file=sys.stderr)
         logging.shutdown()
         os._exit(code)
 

@@ -8,7 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 S = TypeVar("S")
@@ -144,6 +144,14 @@ RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 def unusable(error: OSError) -> type[UserError] | type[Unavailable]:
     """The error of a place on a disk that a program needs at its start: a mistake, or one that may pass."""
     return UserError if error.errno in REFUSED_BY_DISK else Unavailable
+
+
+def to_stderr(*lines: object) -> None:
+    """Print lines on standard error, where they can be written: what a process does and its exit code do not depend on
+    a full disk there, or on a terminal or a program that has ended and read them."""
+    with suppress(OSError):
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
 
 
 def installs(extra: str) -> str:

@@ -30,7 +30,7 @@ from rookery.cli import (
 )
 from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, OPTIONS, REFUSED, ended_like_ctrl_c
 from rookery.cli.output import OutputLost, flush_output, prepare_streams, show
-from rookery.errors import NO_ROOM, RookeryError, TooManyRequests, UserError
+from rookery.errors import NO_ROOM, RookeryError, TooManyRequests, UserError, to_stderr
 from rookery.settings import trim_variables
 from rookery.telemetry.rows import printable
 
@@ -123,8 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             raise
         problems = getattr(error, "problems", None) or [str(error)]
-        for line in problems:
-            print(f"rookery: {printable(line)}", file=sys.stderr)
+        to_stderr(*(f"rookery: {printable(line)}" for line in problems))
         refused = error.status < RookeryError.status and not isinstance(error, TooManyRequests)
         sys.exit(REFUSED if refused else FAILED)
     except KeyboardInterrupt:
@@ -133,12 +132,12 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             raise
         if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
-            print(f"rookery: {OutputLost(error)}", file=sys.stderr)
+            to_stderr(f"rookery: {OutputLost(error)}")
             sys.exit(FAILED)
         if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.filename is not None):
             where, reason = error.filename or "a file", (error.strerror or str(error)).lower()
-            print(f"rookery: {printable(str(where))}: {reason}; give another folder or file", file=sys.stderr)
+            to_stderr(f"rookery: {printable(str(where))}: {reason}; give another folder or file")
             sys.exit(REFUSED)
         line = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"rookery: internal error: {printable(line)} ({DEBUG} shows where)", file=sys.stderr)
+        to_stderr(f"rookery: internal error: {printable(line)} ({DEBUG} shows where)")
         sys.exit(FAILED)

@@ -23,7 +23,7 @@ from rookery.cli.options import COMPLETED, ENDINGS, INTERRUPTED, Cli, path_argum
 from rookery.cli.output import print_json, show
 from rookery.client import Client, Job, Record
 from rookery.client.job import ENDED
-from rookery.errors import Conflict, Unavailable, UserError, count_of
+from rookery.errors import Conflict, Unavailable, UserError, count_of, to_stderr
 from rookery.folders import temporary_folder
 from rookery.settings import Settings
 from rookery.spec.files import read_job
@@ -56,8 +56,7 @@ def run(
     if adapter is not None:
         _check_writable(adapter)
     raw, notes = read_prime(job_file) if job_file.suffix.lower() == ".toml" else (read_job(job_file), [])
-    for note in notes:
-        typer.echo(note, err=True)
+    to_stderr(*notes)
     spec = parse_job(raw)
     folder = job_file.parent
     client = _running_service(cli.settings)

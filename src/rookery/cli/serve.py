@@ -13,7 +13,7 @@ from rookery.aio import run_to_end
 from rookery.children import child_variables, interpreter
 from rookery.cli.options import FAILED, REFUSED, DataOption, folder_option, number_option
 from rookery.cluster.base import preloaded
-from rookery.errors import UserError
+from rookery.errors import UserError, to_stderr
 from rookery.settings import WORKER_SETTINGS, Settings, token_of, variable_notes
 
 
@@ -81,8 +81,7 @@ def worker(
     """Load a base model and work for a service on any machine; ROOKERY_TOKEN holds a key of the role worker, such as
     worker.token in its data folder. Ctrl-C or SIGTERM drains first."""
     settings = Settings.load(uses=WORKER_SETTINGS, cache=cache)
-    for line in variable_notes():
-        print(line, file=sys.stderr)
+    to_stderr(*variable_notes())
     options = {
         "connect": connect, "model": model, "roles": roles, "cache": settings.cache, "price": price or None,
         "address": address, "peer-port": peer_port, "site": site, "max-rows": max_rows, "name": name, "engine": engine,

@@ -49,7 +49,7 @@ from rookery.aio import Signal, on_end_signals, wait_event
 from rookery.children import child_variables, die_with_parent, interpreter
 from rookery.cluster.base import DRAINS, SCALED, child_environment, environment_host, file_name, preloaded
 from rookery.cluster.supervisor import NODE_LOST, Child, Process, Supervisor
-from rookery.errors import EXIT_REFUSED, Unavailable, UserError, installs
+from rookery.errors import EXIT_REFUSED, Unavailable, UserError, installs, to_stderr
 from rookery.network import DEFAULT_PORTS, dialled_host, is_loopback, join_address, service_url
 from rookery.settings import Settings, token_of
 
@@ -630,12 +630,12 @@ def main() -> int:
             actors = RayActors(settings, [], [], [host], check)
         refused = asyncio.run(supervise(actors))
     except Unavailable as error:  # it may come: the service starts this process again
-        print(error, file=sys.stderr)
+        to_stderr(error)
         return LOST
     except UserError as error:
         refused = str(error)
     if refused:
-        print(refused, file=sys.stderr)
+        to_stderr(refused)
     return EXIT_REFUSED if refused else 0
 
 

@@ -43,7 +43,7 @@ from rookery.environments.outbound import reachable_hosts
 from rookery.environments.prototypes import Prototypes
 from rookery.environments.rules import EnvironmentRules
 from rookery.environments.sandbox.sandbox import isolation
-from rookery.errors import EXIT_REFUSED, UserError, short
+from rookery.errors import EXIT_REFUSED, UserError, short, to_stderr
 from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, ServiceEndpoint, stay_connected
 from rookery.protocol.envhost import MOST_EPISODES
 from rookery.settings import HOST_SETTINGS, Settings, token_of
@@ -343,7 +343,7 @@ def main() -> None:
         with asyncio.Runner(loop_factory=TenantLoop) as runner:
             runner.run(serve(arguments.connect, settings, end_with_parent=arguments.die_with_parent))
     except UserError as error:
-        print(error, file=sys.stderr)
+        to_stderr(error)
         sys.exit(EXIT_REFUSED)
 
 

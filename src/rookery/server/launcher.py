@@ -17,7 +17,6 @@ import hmac
 import logging
 import socket
 import ssl
-import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -61,7 +60,7 @@ from rookery.environments.foreign.verifiers import parse_verifiers
 from rookery.environments.judges import parse_judges
 from rookery.environments.rules import EnvironmentRules
 from rookery.environments.sandbox.sandbox import find as find_sandbox
-from rookery.errors import RookeryError, Unavailable, UserError, count_of, shortages, unusable
+from rookery.errors import RookeryError, Unavailable, UserError, count_of, short, shortages, to_stderr, unusable
 from rookery.folders import usable_cache
 from rookery.network import FollowingContext, dialled_host, join_address
 from rookery.server.app import build, standby
@@ -503,8 +502,7 @@ async def serve(settings: Settings) -> None:
     async def run() -> None:
         async with Service(settings, [terminal_handler()]) as service:
             prefer_event_loop()
-            for line in [*variable_notes(), *_greeting(service)]:
-                print(line, file=sys.stderr, flush=True)
+            to_stderr(*variable_notes(), *_greeting(service))
             await service.serving()
 
     await unless(interrupted.wait(), run())
@@ -670,8 +668,9 @@ def _listen(host: str, port: int) -> socket.socket:
         # Inherited by connections. Else the body of a response waits for the acknowledgement of its headers, 40 ms.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
-    except socket.gaierror as error:
-        raise UserError(f"cannot listen on address {host} ({error.strerror}); give another one with --host") from None
+    except (socket.gaierror, UnicodeError) as error:  # the latter for a name with an empty part, or one too long
+        reason = error.strerror if isinstance(error, OSError) else "no name of a machine"
+        raise UserError(f"cannot listen on address {short(host)} ({reason}); give another one with --host") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UserError(

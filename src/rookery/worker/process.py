@@ -28,7 +28,7 @@ from typing import Any
 
 from rookery.aio import cancel_all, on_end_signals
 from rookery.children import die_with_parent
-from rookery.errors import EXIT_REFUSED, StorageFull, Unavailable, UserError
+from rookery.errors import EXIT_REFUSED, StorageFull, Unavailable, UserError, to_stderr
 from rookery.folders import usable_cache
 from rookery.network import service_url
 from rookery.protocol.connection import RegistrationRefused
@@ -188,10 +188,10 @@ def main(argv: list[str] | None = None) -> int:
         )
         code, computing = asyncio.run(run(options, settings, listening))
     except (StorageFull, Unavailable) as error:  # it may pass
-        print(error, file=sys.stderr)
+        to_stderr(error)
         return FAILED
     except UserError as error:
-        print(error, file=sys.stderr)
+        to_stderr(error)
         _report(given, settings, str(error))
         return EXIT_REFUSED
     if computing:

@@ -20,7 +20,7 @@ import torch
 
 from rookery import protocol
 from rookery.aio import INTERRUPTED
-from rookery.errors import EXIT_REFUSED, UserError
+from rookery.errors import EXIT_REFUSED, UserError, to_stderr
 from rookery.folders import temporary_folder
 from rookery.settings import WORKER_SETTINGS, Settings
 from rookery.spec.fleet import PROFILED_RANK
@@ -206,7 +206,7 @@ def main() -> int:
         log_to_stderr(settings.server.log_level)
         print(json.dumps({"name": given.name} | measure(given.model, settings)))
     except UserError as error:
-        print(error, file=sys.stderr)
+        to_stderr(error)
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -43,7 +43,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rookery.children import die_with_parent
-from rookery.errors import EXIT_REFUSED, NO_ROOM, RookeryError, StorageFull, Unavailable, UserError, installs
+from rookery.errors import (
+    EXIT_REFUSED,
+    NO_ROOM,
+    RookeryError,
+    StorageFull,
+    Unavailable,
+    UserError,
+    installs,
+    to_stderr,
+)
 from rookery.tokenization import registry
 from rookery.tokenization.registry import CONFIG, PROJECTIONS, WEIGHTS
 from rookery.worker.model.adapter import Projections
@@ -294,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             export(folder, given.export.expanduser())
         print(folder)
     except RookeryError as error:
-        print(error, file=sys.stderr)
+        to_stderr(error)
         sys.exit(EXIT_REFUSED if isinstance(error, UserError) else 1)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from rookery.errors import EXIT_REFUSED, RookeryError, UserError, installs
+from rookery.errors import EXIT_REFUSED, RookeryError, UserError, installs, to_stderr
 from rookery.tokenization import registry
 from rookery.tokenization.registry import CONFIG, PUBLISHED_WEIGHTS
 from rookery.worker.model.adapter import MODULES, Adapter, read_adapter
@@ -129,7 +129,7 @@ def main() -> None:
         if given.gguf is not None:
             write_gguf(folder, adapter, given.gguf)
     except RookeryError as error:
-        print(error, file=sys.stderr)
+        to_stderr(error)
         sys.exit(EXIT_REFUSED if isinstance(error, UserError) else 1)
 
 
