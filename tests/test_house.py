@@ -46,7 +46,7 @@ ARROWS: dict[str, set[str]] = {
     "algorithms": set(),
     "scheduling": {"errors", "spec"},
     "telemetry": {"errors", "settings"},
-    "tokenization": {"errors", "folders"},
+    "tokenization": {"errors", "bounds", "folders"},
     "storage": {"errors", "folders", "turns", "network", "pace", "protocol", "spec"},
     "environments": {
         "errors", "aio", "children", "bounds", "turns", "tenant_loop", "folders", "machine", "network", "settings",

@@ -6,7 +6,8 @@ Promises:
   (without special tokens) and ``decode(skip_special_tokens=True)`` give for the same folder.
 * Tokens in, tokens out: ``extend`` only appends to the sampled tokens. Where the template would write the conversation
   so far differently, it returns None instead of guessing.
-* A template is untrusted text, so it runs in jinja2's sandbox.
+* A template is untrusted text: it runs in jinja2's sandbox, its work is bounded
+  (:mod:`rookery.tokenization.template_bounds`), and whatever it raises is its refusal of the conversation.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Encoding, Tokenizer
 
 from rookery.errors import UserError, count_of
@@ -36,6 +36,7 @@ from rookery.tokenization.call_readers import READERS, CallReader, read_whole
 from rookery.tokenization.detokenizer import StreamingText, TokenBytes
 from rookery.tokenization.grammar import GrammarTokenizer
 from rookery.tokenization.registry import config_path
+from rookery.tokenization.template_bounds import BoundedEnvironment
 from rookery.tokenization.token_ids import shared_ids
 from rookery.tokenization.tool_calls import ToolSupport, called, message_key, support_of
 from rookery.tokenization.written import THOUGHT_MARKS
@@ -65,6 +66,15 @@ Ordinary text has three to five characters per token."""
 LONG_TEXT, LONG_REPLY = 10_000, 2_500
 """Characters of a text that is encoded, and tokens of one that is decoded, without Python's lock, so that other threads
 run meanwhile; the library does so in its own threads, and only for batches."""
+
+
+REFUSALS = (
+    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
+)  # fmt: skip
+"""Exceptions of a template's expressions and calls."""
+
+LONGEST_REFUSAL = 1000
+"""Characters of its reason."""
 
 
 class PromptTooLong(UserError):
@@ -112,7 +122,7 @@ class Chat:
         self._lock = threading.Lock()
         self._added = tokenizer.get_added_tokens_decoder()
         self._tool_source = tool_template or template
-        environment = _environment(now)
+        environment = self._environment = _environment(now)
         try:
             self._template = environment.from_string(template)
             self._tool_template = environment.from_string(self._tool_source)
@@ -267,12 +277,13 @@ class Chat:
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         template = self._template if arguments.get("tools") is None else self._tool_template
         try:
-            return template.render(
-                messages=plain,
-                add_generation_prompt=add_generation_prompt,
-                **{"tools": None, "documents": None, **self._special, **arguments},
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            with self._environment.bounded(len(plain) + len(arguments.get("tools") or ())):
+                return template.render(
+                    messages=plain,
+                    add_generation_prompt=add_generation_prompt,
+                    **{"tools": None, "documents": None, **self._special, **arguments},
+                )
+        except REFUSALS as error:
             roles = ", ".join(str(message.get("role")) for message in plain)
             raise UserError(f"the chat template refuses messages with roles [{roles}]: {_one_line(error)}") from None
 
@@ -508,7 +519,7 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
+def _environment(now: Callable[[], datetime]) -> BoundedEnvironment:
     """The jinja2 environment that chat templates expect, as transformers documents it."""
 
     def raise_exception(message: str) -> NoReturn:
@@ -524,7 +535,7 @@ def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
         # jinja2's own filter escapes HTML, which would change the model's input
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson
@@ -588,4 +599,4 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(str(error)[:LONGEST_REFUSAL].split()) or type(error).__name__
