@@ -500,6 +500,16 @@ async def test_connections_without_a_request_end(peer: Peer, monkeypatch: pytest
     assert (await peer.get("/artifacts/0", "")).status_code == 404
 
 
+async def test_a_head_without_end_is_not_kept(peer: Peer) -> None:
+    """The parser would hold a header of any size."""
+    with socket.create_connection(("127.0.0.1", httpx.URL(peer.url).port or 0)) as endless:
+        endless.sendall(b"GET /artifacts/0 HTTP/1.1\r\nX-Endless: ")
+        with pytest.raises(ConnectionError):
+            for _ in range(1024):
+                endless.sendall(b"a" * (1 << 16))
+    assert (await peer.get("/artifacts/0", "")).status_code == 404
+
+
 async def test_worker_without_a_welcome_permits_no_read(service: Dialled, peer: Peer) -> None:
     assert not Reads().permits(peer.reads.sign("0" * 64), "0" * 64)
     assert Reads().sign("0" * 64) == ""

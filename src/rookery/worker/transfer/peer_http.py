@@ -1,5 +1,5 @@
 """The HTTP connections of a peer server, which any machine of the network may open: their number is bounded, and each
-has to send a request within a time."""
+has to send a request within a time, with a head of a bounded size."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ HEAD_SECONDS = 15.0
 """Time that a connection has to send the head of a request, and after its response that of the next."""
 
 
+HEAD_BYTES = 64 << 10
+"""Largest head of a request. The parser keeps all of one header until that is complete."""
+
+
 class PeerHttp(HttpToolsProtocol):
     """uvicorn's HTTP with these bounds. Routes find it as ``request.state.connection``."""
 
     def __init__(self, config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> None:
         super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
         self._timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+        """Received while a head is awaited."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -28,6 +34,14 @@ class PeerHttp(HttpToolsProtocol):
             self.abort()
         else:
             self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._timer is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES:
+                self.abort()
+                return
+        super().data_received(data)
 
     def on_headers_complete(self) -> None:
         self._head_arrived()
@@ -47,6 +61,7 @@ class PeerHttp(HttpToolsProtocol):
         self.transport.abort()
 
     def _await_head(self) -> None:
+        self._head_bytes = 0
         self._timer = self.loop.call_later(HEAD_SECONDS, self.abort)
 
     def _head_arrived(self) -> None:
