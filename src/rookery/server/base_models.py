@@ -25,6 +25,11 @@ PREPARED_AT_ONCE = 1
 Tenants take turns: one that asks for many delays another one's by a single one."""
 
 
+CHATS_KEPT = 32
+"""Chat templates with tokenizers that stay in memory without a user, those used last: each may take 100 MB, and where a
+tenant may name every model of a hub, it can name thousands."""
+
+
 class BaseModels:
     """Chat templates with tokenizers by base model; concurrent calls load each once."""
 
@@ -34,13 +39,18 @@ class BaseModels:
         self._seconds = seconds
         self._preparing = TenantSlots(PREPARED_AT_ONCE)
         self._loading: dict[str, asyncio.Task[Chat]] = {}
+        """By model, the one that was asked for last at the end."""
 
     async def chat(self, model: str) -> Chat:
         """The chat template of ``model``, prepared if necessary. Raises :class:`UserError` if it cannot be prepared,
         :class:`Unavailable` for a failure that may be temporary; a later call tries again."""
-        loading = self._loading.get(model)
+        loading = self._loading.pop(model, None)
         if loading is None or (loading.done() and (loading.cancelled() or loading.exception() is not None)):
-            loading = self._loading[model] = service_task(self._load(model, TENANT.get()), name=f"model {model}")
+            loading = service_task(self._load(model, TENANT.get()), name=f"model {model}")
+        self._loading[model] = loading
+        loaded = [name for name, task in self._loading.items() if task.done() and name != model]
+        for name in loaded[: max(0, len(loaded) + 1 - CHATS_KEPT)]:
+            del self._loading[name]
         return await asyncio.shield(loading)
 
     async def close(self) -> None:
