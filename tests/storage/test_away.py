@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from sqlalchemy import create_engine, select, text
 from tests.storage.test_place import AWAY
@@ -18,6 +19,7 @@ from tests.support.storing import connected, new_database, postgres_cluster
 from tests.support.waiting import until
 
 from rookery.client import Client, Job, Record
+from rookery.environments.checks import EnvironmentChecks
 from rookery.errors import RookeryError, UserError
 from rookery.server.launcher import EmbeddedService
 from rookery.storage.models import VersionRow
@@ -237,6 +239,28 @@ def test_a_data_folder_of_a_version_without_marks_is_adopted(tmp_path: Path) -> 
     with running(tmp_path) as (_, client):
         check_nothing_lost(client.job(made.id))
         assert (folder / "owner").exists()
+
+
+def test_a_dataset_that_cannot_be_read_is_no_mistake_of_its_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that names one is refused for now, and its tenant reads no path of the service; the operator does."""
+
+    def denied(checks: EnvironmentChecks, id: str, options: dict[str, object]) -> None:
+        raise UserError(f"dataset: {options['path']} cannot be read (Permission denied); give a JSONL file")
+
+    monkeypatch.setattr(EnvironmentChecks, "validate", denied)
+
+    with served(tmp_path) as service, httpx.Client(base_url=service.url, timeout=60) as http:
+        http.headers["Authorization"] = f"Bearer {service.key}"
+        rows = http.post("/api/v1/datasets", content=b'{"prompt": "2+2?", "answer": "4"}\n').json()["dataset"]
+        stored = tmp_path / "data" / "artifacts" / rows / "rows.jsonl"
+        asked = job(environment={"id": "jsonl", "dataset": rows, "verifier": "exact"})
+        for path in ("/api/v1/jobs", "/api/v1/jobs/dry-run"):
+            answer = http.post(path, json=asked)
+            assert (answer.status_code, answer.json()["error"]) == (503, "the job's dataset could not be read")
+    logged = (tmp_path / "data/logs/service.jsonl").read_text()
+    assert str(stored) in logged, "the operator reads it"
 
 
 @pytest.mark.parametrize("lost", ["database", "artifacts"])

@@ -14,6 +14,7 @@ from typing import Literal
 
 from rookery.clock import Clock
 from rookery.errors import (
+    ArtifactMissing,
     ArtifactsAway,
     CorruptArtifact,
     DatabaseAway,
@@ -65,6 +66,18 @@ def outage_of(cause: BaseException) -> Outage | None:
 def storage_outage(cause: BaseException) -> bool:
     """Whether ``cause`` reports that the database or the place of the artifacts does not answer."""
     return isinstance(cause, DatabaseAway | ArtifactsAway | UnreadableArtifact)
+
+
+async def unread_dataset(store: Store, artifacts: Artifacts, cause: BaseException) -> RookeryError | None:
+    """The error for a tenant in the place of ``cause``, which names a file among the artifacts: an environment could
+    not read it. None for any other cause."""
+    if str(artifacts.root) not in str(cause):
+        return None
+    try:
+        await store.transfer(artifacts.check)
+    except RookeryError as away:
+        return away
+    return ArtifactMissing("the job's dataset could not be read", str(cause))
 
 
 class Outages:

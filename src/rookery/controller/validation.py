@@ -6,8 +6,9 @@ objects answer "not found".
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from rookery import protocol
 from rookery.controller.episode_views import PromptView
 from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentFailed, EnvironmentHosts, EnvironmentRef
 from rookery.controller.job_sinks import missing_secrets, sink_problems
+from rookery.controller.outages import unread_dataset
 from rookery.controller.quotas import ROWS, Quotas, as_jsonl, job_problems, row_problems
 from rookery.controller.services import Services, Threads
 from rookery.controller.spec_warnings import (
@@ -36,7 +38,16 @@ from rookery.environments.demonstrations import Demonstration, Preference, demon
 from rookery.environments.judges import parse_judges
 from rookery.environments.messages import readable
 from rookery.environments.verifiers.graders import named_models
-from rookery.errors import ArtifactMissing, IncompleteArtifact, NotFound, Unavailable, UserError, count_of, short
+from rookery.errors import (
+    ArtifactMissing,
+    IncompleteArtifact,
+    NotFound,
+    RookeryError,
+    Unavailable,
+    UserError,
+    count_of,
+    short,
+)
 from rookery.spec import values
 from rookery.spec.job import FILE_ENVIRONMENTS, EnvironmentSpec, JobSpec, stored_base_model
 from rookery.spec.parsing import SpecError, parse_job
@@ -52,6 +63,8 @@ from rookery.tokenization.registry import (
     projections,
     status,
 )
+
+log = logging.getLogger("rookery.controller")
 
 T = TypeVar("T")
 
@@ -121,7 +134,8 @@ class JobValidator:
         try:
             options = await self.options(tenant, spec)
             if spec.environment.id is not None:
-                sizes = await self._uploads.checked(tenant, self._check_environment, spec.environment.id, options)
+                checked = self._uploads.checked(tenant, self._check_environment, spec.environment.id, options)
+                sizes = await self._reading(tenant, checked)
             problems += split_problems(spec, sizes)
             spec = _with_steps(spec, sizes, problems)
             if sizes is not None and not problems:
@@ -134,6 +148,19 @@ class JobValidator:
         spec = await self._store_rows(tenant, spec)
         rows = await self._policy_rows(tenant, spec)
         return spec, rows, [*spec_warnings(spec), *split_warnings(spec, sizes)]
+
+    async def _reading(self, tenant: str, work: Awaitable[T]) -> T:
+        """The result of ``work``, which has an environment read stored datasets. Raises :class:`Unavailable`, which
+        names no path of the service, for one that cannot be read now."""
+        services = self._services
+        try:
+            return await work
+        except RookeryError as error:
+            unread = await unread_dataset(services.store, services.artifacts, error)
+            if unread is None:
+                raise
+            log.warning("a dataset of tenant %s cannot be read: %s", tenant, error, extra={"tenant": tenant})
+            raise unread from None
 
     async def _policy_problems(self, spec: JobSpec) -> list[str]:
         """The parts of a job's policies that the service's settings do not allow, a line each."""
@@ -332,6 +359,8 @@ class JobValidator:
                 adapted = [target for target in TARGETS if f"{target}_proj" in about["target_modules"]]
         except UserError as error:
             return [f"{where}: {error}"]
+        except OSError as error:
+            raise ArtifactMissing(f"{where}: its bytes cannot be read now", str(error)) from None
         cache, recorded = self._services.settings.cache, about.get("base_model_name_or_path")
         if recorded and is_other_base(cache, recorded, model):
             return [
@@ -358,6 +387,11 @@ class JobValidator:
         :class:`~rookery.controller.fleet.env_hosts.EnvironmentFailed` for an environment without prompts, also without
         held-out ones for a job that evaluates, and :class:`Unavailable` at once for a hosted environment that no host
         offers: a job waits for one, the caller of a dry run would not know for what."""
+        return await self._reading(tenant, self._preview(tenant, spec))
+
+    async def _preview(
+        self, tenant: str, spec: JobSpec
+    ) -> tuple[list[PromptView], dict[str, BestConstantView], list[str]]:
         services, hosts = self._services, self._hosts
         environment = await self.environment(tenant, services.ids.new("preview"), spec)
         if (hosted := spec.environment.hosted) is not None:

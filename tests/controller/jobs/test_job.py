@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -432,6 +433,18 @@ async def test_pause_that_the_database_does_not_take_leaves_no_job_without_a_tas
         await service.controller.pause("alice", job)
     assert not failures and job in service.controller.jobs.runners
     await service.controller.cancel("alice", job)
+
+
+async def test_an_error_of_the_machine_pauses_a_job_without_a_path_of_the_service(service: Service) -> None:
+    await service.join()
+
+    def denied(real: Any, *arguments: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(service.folder / "file"))
+
+    service.database.intercept("open_groups", denied)
+    view = await service.ends(await run(service), "paused")
+    assert view.paused_by == "outage"
+    assert view.reason == "the service met an error of its machine (Permission denied)"
 
 
 async def test_the_token_rate_window_is_trimmed_without_readers(service: Service) -> None:

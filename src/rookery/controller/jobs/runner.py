@@ -18,18 +18,11 @@ from rookery.controller.jobs.groups import JobPaused
 from rookery.controller.jobs.job import TrainingJob
 from rookery.controller.jobs.job_context import JobContext, JobPolicy, Progress
 from rookery.controller.jobs.run_record import RunRecord
-from rookery.controller.outages import Outage, outage_of
+from rookery.controller.outages import Outage, outage_of, unread_dataset
 from rookery.controller.training.policy_versions import PolicyVersions, Retention
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState
-from rookery.errors import (
-    ArtifactMissing,
-    RookeryError,
-    Unavailable,
-    UserError,
-    next_state,
-    shortage,
-)
+from rookery.errors import RookeryError, Unavailable, UserError, next_state, shortage
 from rookery.spec.job import JobSpec
 from rookery.storage.models import JobRow, PolicyRow
 from rookery.storage.repositories import jobs
@@ -142,11 +135,16 @@ class JobRunner:
             return JobEnd("paused", self._halt_reason, "other")
         except BaseException as error:
             cause = _first(error)
-            cause = shortage(cause) or await self._unread_dataset(cause) or cause
+            cause = shortage(cause) or await self._unread(cause) or cause
             outage = outage_of(cause)
             if detail := getattr(cause, "detail", ""):
                 extra = {"tenant": self.row.tenant, "job": self.row.id}
                 log.warning("job %s stops: %s (%s)", self.row.id, cause, detail, extra=extra)
+            if isinstance(cause, OSError):  # its text names a path of the service
+                extra = {"tenant": self.row.tenant, "job": self.row.id}
+                log.warning("job %s stops", self.row.id, exc_info=cause, extra=extra)
+                reason = cause.strerror or type(cause).__name__
+                return JobEnd("paused", f"the service met an error of its machine ({reason})", outage)
             if outage is not None or isinstance(cause, JobPaused | EnvironmentFailed):
                 return JobEnd("paused", str(cause), outage)
             if isinstance(cause, RookeryError):
@@ -174,16 +172,11 @@ class JobRunner:
             if started is not None:
                 started.cancel()
 
-    async def _unread_dataset(self, cause: BaseException) -> RookeryError | None:
+    async def _unread(self, cause: BaseException) -> RookeryError | None:
         """The error of an environment that could not read the job's dataset, whose file lies among the artifacts."""
-        artifacts = self._context.artifacts
-        if not isinstance(cause, EnvironmentFailed) or str(artifacts.root) not in str(cause):
-            return None
-        try:
-            await self._context.store.transfer(artifacts.check)
-        except RookeryError as away:
-            return away
-        return ArtifactMissing("the job's dataset could not be read", str(cause))
+        context = self._context
+        failed = isinstance(cause, EnvironmentFailed)
+        return await unread_dataset(context.store, context.artifacts, cause) if failed else None
 
     def _enter(self, event: RunnerEvent) -> RunnerState:
         """Enter the state that follows ``event``; returns the state before it."""
