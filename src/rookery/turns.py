@@ -261,8 +261,9 @@ def metered(coroutine: Coroutine[Any, Any, T], spent: Callable[[float], None]) -
 
 
 @contextmanager
-def loop_time_of(tenant: str) -> Iterator[None]:
-    """The time that a part of the service's work takes of the event loop within is the tenant's."""
+def loop_time_of(tenant: str, before: float = 0.0) -> Iterator[None]:
+    """The time that a part of the service's work takes of the event loop within is the tenant's, and the seconds
+    ``before`` it that this work took already."""
     charge = getattr(asyncio.get_running_loop(), "charge", None)
     if charge is None or not tenant:
         yield
@@ -271,4 +272,4 @@ def loop_time_of(tenant: str) -> Iterator[None]:
     try:
         yield
     finally:
-        charge(tenant, time.thread_time() - began)
+        charge(tenant, time.thread_time() - began + before)

@@ -188,14 +188,15 @@ async def serve_peer(
     decoder: Decoder[Any],
     *,
     register: Callable[[Any, Connection], Awaitable[P]],
-    deliver: Callable[[P, Any], None],
+    deliver: Callable[[P, Any, float], None],
     bad_frame: Callable[[P | None, BadFrame], None],
     closed: Callable[[P, Connection], Awaitable[None]],
 ) -> None:
     """Serve one connection until it ends. ``register(hello, connection)`` answers the peer, its welcome posted, or
-    raises :class:`RegistrationRefused`; ``deliver(peer, message)`` takes every later message.
-    ``bad_frame(peer, error)`` is called for a frame that is no message, which ends the connection (peer is None before
-    the registration, which is refused then); ``closed(peer, connection)`` at the end, for a registered peer."""
+    raises :class:`RegistrationRefused`; ``deliver(peer, message, seconds)`` takes every later message and the processor
+    time of its decoding. ``bad_frame(peer, error)`` is called for a frame that is no message, which ends the connection
+    (peer is None before the registration, which is refused then); ``closed(peer, connection)`` at the end, for a
+    registered peer."""
     peer = writer = None
     try:
         async with asyncio.timeout(HELLO_SECONDS):
@@ -211,7 +212,10 @@ async def serve_peer(
         peer = await register(hello, connection)
         writer = asyncio.create_task(peer.outbox.write())
         while True:
-            deliver(peer, decode(decoder, await connection.receive()))
+            frame = await connection.receive()
+            began = time.thread_time()
+            message = decode(decoder, frame)
+            deliver(peer, message, time.thread_time() - began)
     except RegistrationRefused as refusal:
         with contextlib.suppress(ConnectionClosed):
             await connection.send(encode(HelloRejected(reason=str(refusal))))

@@ -1127,6 +1127,23 @@ async def test_dry_run_renders_prompts_and_stores_nothing(service: Service) -> N
     await eventually(lambda: not host.episodes)
 
 
+@pytest.mark.parametrize("owner", [SERVICE, "alice"])
+async def test_the_time_of_an_answer_is_charged_where_a_host_of_the_service_sends_it(
+    service: Service, owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection of a tenant's host is that tenant's, whose time is measured as a whole."""
+    charged: set[str] = set()
+    monkeypatch.setattr(
+        asyncio.get_running_loop(), "charge", lambda tenant, seconds: charged.add(tenant), raising=False
+    )
+    named: dict[str, Any] = {"owner": SERVICE, "environments": {"builtin:jsonl": True}} if owner == SERVICE else {}
+    await service.host(**named).join()
+    rows = {"id": "jsonl", "rows": [{"prompt": "2+2?", "answer": "4"}], "verifier": "exact"}
+    changes = {"environment": rows, "evaluation": {"prompts": 0}} if owner == SERVICE else {}
+    await service.controller.dry_run("alice", job_of(**changes))
+    assert charged == ({"alice"} if owner == SERVICE else set())
+
+
 @pytest.mark.parametrize("present", ["none", "another name", "another tenant", "disconnected"])
 async def test_dry_run_without_a_host_of_its_environment_is_refused_at_once(service: Service, present: str) -> None:
     """The time of these tests is real: the job's own patience is a minute."""

@@ -495,6 +495,30 @@ async def test_a_reply_that_came_with_the_cancellation_is_kept(tmp_path: Path) -
     await room.close()
 
 
+async def test_the_time_of_a_frame_is_charged_to_the_tenants_of_its_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker's connection is nobody's: its frames carry the tokens of all tenants, and are decoded for them."""
+    charged: dict[str, float] = {}
+    monkeypatch.setattr(asyncio.get_running_loop(), "charge", charged.__setitem__, raising=False)
+    room = Room(tmp_path)
+    worker = await room.worker(chunk=20)
+    worker.generating.clear()
+    replies = [room.sample(number, tenant="ab"[number]) for number in range(2)]
+    await eventually(lambda: len(worker.active) == 2)
+    [known] = room.fleet.all()
+    await worker.say(beat())
+    await eventually(lambda: known.decoding > 0)
+    known.decoding = 1000.0
+    first, second = (worker.next_chunk(f"job-{number}") for number in range(2))
+    room.rollouts.on_output(known, protocol.Output(epoch=worker.epoch, chunks=[first, second]))
+    entries = [1 + len(chunk.tokens) for chunk in (first, second)]
+    for tenant, count in zip("ab", entries, strict=True):
+        assert charged[tenant] == pytest.approx(1000.0 * count / sum(entries), abs=10.0)
+    await asyncio.gather(*replies)
+    await room.close()
+
+
 async def test_a_wait_for_a_worker_has_its_deadline(tmp_path: Path) -> None:
     room = Room(tmp_path, worker_wait_seconds=60)
     reply = room.sample(1)

@@ -38,7 +38,7 @@ from rookery.settings import Settings
 from rookery.spec import values
 from rookery.spec.job import BUILTIN, EnvironmentSpec
 from rookery.storage.store import Writer
-from rookery.turns import in_thread
+from rookery.turns import in_thread, loop_time_of
 
 T = TypeVar("T")
 A = TypeVar("A", protocol.Prompts, protocol.Observation)
@@ -117,6 +117,8 @@ class HostCall:
     """When it was sent, or its method began (seconds of the loop)."""
     answer: asyncio.Future[Any]
     """None: the connection ended."""
+    payer: str = ""
+    """The tenant whose work it is, where a host of the service has it: that of a tenant's host is the tenant's."""
     queued: bool = False
     """Its method waits for a thread of the host."""
 
@@ -288,15 +290,16 @@ class EnvironmentHosts:
         if owner != SERVICE and any(offer.name.startswith(BUILTIN) for offer in hello.environments):
             raise RegistrationRefused(f"names that begin with {BUILTIN} belong to the service")
 
-    def _deliver(self, answer: ModelAnswer, host: EnvironmentHost, message: Any) -> None:
+    def _deliver(self, answer: ModelAnswer, host: EnvironmentHost, message: Any, seconds: float) -> None:
         if isinstance(message, protocol.HostHello) or message.epoch != host.outbox.epoch:
             return
         host.outbox.last_frame = self._clock.monotonic()
         if isinstance(message, protocol.Prompts | protocol.Observation):
             call = host.calls.get(message.call)
             if call is not None and not call.answer.done():
-                host.active[call.job] = asyncio.get_running_loop().time()
-                call.answer.set_result(message)
+                with loop_time_of(call.payer, seconds):
+                    host.active[call.job] = asyncio.get_running_loop().time()
+                    call.answer.set_result(message)
         elif isinstance(message, protocol.CallQueued):
             if (call := host.calls.get(message.call)) is not None:
                 call.queued, call.since = message.queued, asyncio.get_running_loop().time()
@@ -468,7 +471,9 @@ class EnvironmentHosts:
             while True:
                 await self._reconnected(host, environment)
                 loop = asyncio.get_running_loop()
-                call = host.calls[message.call] = HostCall(environment.job, loop.time(), loop.create_future())
+                payer = environment.tenant if host.owner == SERVICE else ""
+                call = HostCall(environment.job, loop.time(), loop.create_future(), payer)
+                host.calls[message.call] = call
                 await self._send(host, environment.tenant, message, call)
                 answer = await self._answered(host, call, kind, timeout)
                 if isinstance(answer, expected):

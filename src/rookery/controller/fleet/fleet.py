@@ -293,11 +293,12 @@ class Fleet:
         if hello.max_rows > MOST_ROWS:
             raise RegistrationRefused(f"invalid number of rows {hello.max_rows}: must be 0 to {MOST_ROWS}")
 
-    def _deliver(self, worker: Worker, message: Any) -> None:
+    def _deliver(self, worker: Worker, message: Any, seconds: float) -> None:
         if isinstance(message, protocol.Hello) or message.epoch != worker.epoch or worker.state in ("suspect", "gone"):
             self.ignored_frames += 1
             return
         now = worker.outbox.last_frame = self._clock.monotonic()
+        worker.decoding = seconds
         match message:
             case protocol.Heartbeat():
                 if worker.beat is None or message.progress != worker.beat.progress or not message.busy:

@@ -119,6 +119,8 @@ class Worker:
     """When it served first on this connection; 0 where it has not yet."""
     beat: protocol.Heartbeat | None = None
     """The latest heartbeat."""
+    decoding: float = 0.0
+    """The processor time that the decoding of its latest frame took."""
     max_flush_tokens: int = 0
     """The most tokens that one flush brought on this connection: the loss if it had died just before."""
     reads: protocol.ReadKey = field(default_factory=partial(protocol.read_key, ""))

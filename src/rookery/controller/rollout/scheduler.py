@@ -498,12 +498,13 @@ class RolloutScheduler:
     def on_output(self, worker: Worker, message: protocol.Output) -> None:
         worker.max_flush_tokens = max(worker.max_flush_tokens, sum(len(chunk.tokens) for chunk in message.chunks))
         received = []
+        share = worker.decoding / max(1, sum(map(_entries, message.chunks)))
         for chunk in message.chunks:
             inflight = self.pool.find(worker, chunk.assignment)
             if inflight is None or inflight.done.done():  # done here: its caller was cancelled in this moment
                 self.late_chunks += 1
             else:
-                with loop_time_of(inflight.request.tenant):
+                with loop_time_of(inflight.request.tenant, share * _entries(chunk)):
                     self._on_chunk(inflight, worker, chunk)
                 received.append(inflight)
         self._dispatch(worker.hello.model)
@@ -553,3 +554,8 @@ class RolloutScheduler:
         for inflight in reversed(self.pool.remove(worker)):
             self._requeue(inflight, "lost", "lost")
         self._dispatch(worker.hello.model)
+
+
+def _entries(chunk: protocol.TokenChunk) -> int:
+    """About how much of its frame's decoding a chunk takes, relative to others."""
+    return 1 + len(chunk.tokens) + sum(map(len, chunk.top_logprobs))
