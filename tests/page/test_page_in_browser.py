@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import tarfile
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
 from tests.support.faces import job
+from tests.support.looks import rules_broken
 from tests.support.pages import (
     CHROMIUM,
     MARKUP,
@@ -706,26 +706,20 @@ def test_searched_markup_is_shown_as_text(page: Any, town: Town) -> None:
 
 # --- for everyone -----------------------------------------------------------------------------------------------------
 
-AXE = """async () => (await axe.run()).violations.map((one) => [one.id, one.nodes.map((node) => node.html)])"""
-"""Every rule of axe-core: WCAG 2 A and AA, and good practice."""
-
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_view_passes_the_accessibility_rules(chromium: Any, town: Town, scheme: str) -> None:
-    source = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
     context = new_context(chromium, viewport={"width": 1360, "height": 900}, color_scheme=scheme)
     page = context.new_page()
     page.goto(town.service.url)
     page.wait_for_selector("#key")
-    page.evaluate(source)
-    assert page.evaluate(AXE) == []
+    assert rules_broken(page) == []
     town.keys["admin"] = town.service.key
     sign_in(page, town, "admin")
-    page.evaluate(source)
     found = {}
     for view in views(town):
         show(page, town, view)
-        if problems := page.evaluate(AXE):
+        if problems := rules_broken(page):
             found[view] = problems
     context.close()
     assert found == {}
