@@ -86,3 +86,14 @@ test("a route survives its address", () => {
   assert.deepEqual(format.parseRoute(format.route(path, query)), { path, query: { text: "x&y=#" } });
   assert.deepEqual(format.parseRoute("#/run/100%/steps").path, ["run", "100%", "steps"]);
 });
+
+test("bins that are chosen from count later values between the same bounds", () => {
+  const bins = format.histogram(Array.from({ length: 24 }, (_, at) => at)), later = [0, 1, 22.9, 23, 24, -1, null];
+  const counts = format.recounted(bins, later).map((bin) => bin.count);
+  assert.deepEqual([counts[0], counts.at(-1), counts.reduce((sum, count) => sum + count, 0)], [2, 2, 4]);
+  assert.deepEqual(format.recounted(bins, later).map(({ from, to }) => [from, to]), bins.map(({ from, to }) => [from, to]));
+});
+
+test("a list has the choice that is made, also where it is none of its choices any more", () => {
+  for (const [chosen, expected] of [["", ["a", "b"]], [undefined, ["a", "b"]], ["b", ["a", "b"]], ["c", ["a", "b", "c"]]]) assert.deepEqual(format.listed(["a", "b"], chosen), expected);
+});

@@ -21,9 +21,13 @@ function rangeOf(low, high, most) {
 /** What the charts of a view share: smoothing, and the steps that they show, which dragging chooses too. */
 export function Axis({ steps, weight, onWeight, zoom, onZoom }) {
   const first = steps[0] ?? 0, last = steps.at(-1) ?? 0, [from, to] = zoom ? [Math.ceil(zoom[0]), Math.floor(zoom[1])] : [first, last];
-  const choose = (low, high) => onZoom(low === "" || high === "" || Number(low) > Number(high) || (low <= first && high >= last) ? null : [Number(low), Number(high)]);
+  const limit = (text, otherwise) => (text === "" ? otherwise : Math.min(last, Math.max(first, Number(text))));
+  const choose = (change) => onZoom((now) => {
+    const [low, high] = change(now ? [Math.ceil(now[0]), Math.floor(now[1])] : [first, last]);
+    return low > high || (low <= first && high >= last) ? null : [low, high];
+  });
   return html`<label>Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${weight} aria-valuetext=${weight ? `weight of the past ${weight.toFixed(2)}` : "off"} onInput=${(event) => onWeight(Number(event.target.value))} /> <span class="small">${weight ? `weight of the past ${weight.toFixed(2)}` : "off"}</span></label>
-    <${NumberField} label="steps from" value=${from} min=${first} max=${last} onChoose=${(text) => choose(text, to)} /><${NumberField} label="to" value=${to} min=${first} max=${last} onChoose=${(text) => choose(from, text)} />
+    <${NumberField} label="steps from" value=${from} min=${first} max=${last} onChoose=${(text) => choose(([, high]) => [limit(text, first), high])} /><${NumberField} label="to" value=${to} min=${first} max=${last} onChoose=${(text) => choose(([low]) => [low, limit(text, last)])} />
     ${zoom && html`<button onClick=${() => onZoom(null)}>Show all steps</button>`}`;
 }
 
@@ -54,7 +58,7 @@ export function Chart({ title, unit = "", steps, lines, weight = 0, zoom, onZoom
           if (u.select.width < CLICK_PIXELS) return;
           const range = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")];
           u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-          hooks.current.onZoom?.(range);
+          if (hooks.current.steps.some((step) => step >= range[0] && step <= range[1])) hooks.current.onZoom?.(range);
         }],
       },
     };

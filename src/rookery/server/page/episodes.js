@@ -1,7 +1,7 @@
 // Episodes of a run: search over their texts, and those that failed.
 import { useEffect, useState } from "preact/hooks";
 import { get, jobPath, useData } from "./api.js";
-import { ago, count, number, route } from "./format.js";
+import { ago, count, number, parseRoute, route } from "./format.js";
 import { Answer, noneOf, prompts } from "./groups.js";
 import { colored } from "./jobform.js";
 import { Empty, Loading, NumberField, Problem, html, useTyped } from "./parts.js";
@@ -12,7 +12,7 @@ const PAGE = 20;
 export function Episodes({ job, view, query }) {
   const [text, type, choose] = useTyped(query.text ?? ""), [more, setMore] = useState({ pages: [], of: null }), [goal, setGoal] = useState(PAGE), [problem, setProblem] = useState(null);
   const failed = query.failed === "true";
-  const go = (change) => { location.hash = route(["run", job, "episodes"], { ...query, ...change }); };
+  const go = (change) => { location.hash = route(["run", job, "episodes"], { ...parseRoute(location.hash).query, ...change }); };
   const wanted = new URLSearchParams({ limit: PAGE });
   const filters = ["text", "failed", "min_reward", "max_reward", "version"].filter((name) => query[name]);
   for (const name of filters) wanted.set(name, query[name]);

@@ -97,8 +97,14 @@ export function histogram(values, bins = 12) {
   return found;
 }
 
+/** The same bins with the counts of other values. */
+export const recounted = (bins, values) => bins.map((bin, at) => ({ ...bin, count: values.filter((value) => inBin(value, bin, at === bins.length - 1)).length }));
+
 /** Whether a value lies in a bin of `histogram`. */
 export const inBin = (value, bin, last) => isNumber(value) && (bin.from === bin.to ? value === bin.from : value >= bin.from && (last ? value <= bin.to : value < bin.to));
+
+/** The choices of a list, with the one that is chosen where it is none of them any more. */
+export const listed = (choices, chosen) => (!chosen || choices.includes(chosen) ? choices : [...choices, chosen]);
 
 const decoded = (part) => { try { return decodeURIComponent(part); } catch { return part; } };
 

@@ -1,7 +1,7 @@
 // The groups of a step, their rewards, and the answers of one prompt side by side.
 import { useEffect, useState } from "preact/hooks";
 import { jobPath, useData } from "./api.js";
-import { ago, counted, histogram, inBin, isNumber, number, reward, route, steps, time } from "./format.js";
+import { ago, counted, histogram, inBin, isNumber, number, recounted, reward, route, steps, time } from "./format.js";
 import { colored } from "./jobform.js";
 import { Badge, Empty, Facts, Loading, Pager, Problem, Scroll, html, signed } from "./parts.js";
 import { asText, reach, segments, shorten } from "./text.js";
@@ -45,7 +45,7 @@ export function Histogram({ bins, rewards, bin, onBin, whose = "" }) {
   return html`<div class="panel histogram"><h2 class="sub">Rewards${whose} <span class="unit muted small">${counted(rewards.length, "episode")}; choose a bar to see its groups</span></h2>
     <div class="bars">${bins.map((one, at) => {
       const from = number(one.from, 2), to = number(one.to, 2), name = one.from === one.to ? from : `${from} to ${to}`;
-      return html`<button key=${at} aria-pressed=${sameBin(bin, one)} onClick=${() => onBin(sameBin(bin, one) ? null : one)} aria-label=${`${counted(one.count, "episode")} with a reward of ${name}`} title=${name} disabled=${one.count === 0}>
+      return html`<button key=${at} aria-pressed=${sameBin(bin, one)} onClick=${() => onBin(sameBin(bin, one) ? null : one)} aria-label=${`${counted(one.count, "episode")} with a reward of ${name}`} title=${name} disabled=${one.count === 0 && !sameBin(bin, one)}>
         <span class="small">${one.count || ""}</span><svg width="100%" height=${BAR * (one.count / most) + 1} aria-hidden="true"><rect width="100%" height="100%" /></svg><span class="small muted">${from}</span></button>`;
     })}</div></div>`;
 }
@@ -53,14 +53,14 @@ export function Histogram({ bins, rewards, bin, onBin, whose = "" }) {
 export function Steps({ job, view, path, rows }) {
   const step = path[2] === "step" ? Number(path[3]) : null;
   const [place, setPlace] = useState({}), [flat, setFlat] = useState(false);
-  const { offset = 0, bin = null } = place.step === step ? place : {}; // a page and a bar belong to one step
-  const setOffset = (to) => setPlace({ step, offset: to }), setBin = (to) => setPlace({ step, offset, bin: to });
+  const { offset = 0, bin = null, among = [] } = place.step === step ? place : {}; // a page and a bar, among which it was chosen, belong to one step
+  const setOffset = (to) => setPlace({ step, offset: to }), setBin = (to) => setPlace({ step, offset, bin: to, among: bins });
   const wanted = new URLSearchParams({ offset, limit: PAGE });
   if (step !== null) wanted.set("step", step);
   const { data, error } = useData(`${jobPath(job, "groups")}?${wanted}`, step === null ? 5000 : 0);
   if (!data) return html`<${Loading} error=${error} />`;
   const members = data.groups.flatMap((group) => group.members), rewards = members.map((one) => one.reward).filter(isNumber);
-  const bins = histogram(rewards), pressed = bins.find((one) => sameBin(bin, one)), inside = (group) => !pressed || group.members.some((one) => inBin(one.reward, pressed, pressed === bins.at(-1)));
+  const bins = bin ? recounted(among, rewards) : histogram(rewards), pressed = bins.find((one) => sameBin(bin, one)), inside = (group) => !pressed || group.members.some((one) => inBin(one.reward, pressed, pressed === bins.at(-1)));
   const shown = data.groups.filter((group) => inside(group) && (!flat || !group.zero_variance));
   const row = step === null ? null : rows.find((one) => one.step === step), known = rows.map((one) => one.step);
   const same = row ? rows.filter((one) => one.version === row.version && one.policy === row.policy).map((one) => one.step) : []; // one version may hold several steps, with the groups of all of them
@@ -79,7 +79,7 @@ export function Steps({ job, view, path, rows }) {
       <tbody>${shown.map((group) => {
         const values = group.members.map((one) => one.reward).filter(isNumber);
         return html`<tr key=${group.group}><td class="number"><a href=${route(["run", job, "group", group.group])}>${group.ordinal}</a></td>
-          <td class="wrap"><a class="plain" href=${route(["run", job, "group", group.group])}>${shorten(prompts(group.prompt), 110)}</a></td><td><${Badge} state=${group.state} />${group.reason && html` <span class="small muted">${shorten(group.reason, 40)}</span>`}</td>
+          <td class="wrap"><a class="plain" href=${route(["run", job, "group", group.group])}>${shorten(prompts(group.prompt), 110)}</a></td><td class="flow"><${Badge} state=${group.state} />${group.reason && html` <span class="small muted">${shorten(group.reason, 40)}</span>`}</td>
           <td><${Dots} members=${group.members} /></td><td class="number">${values.length ? reward(values.reduce((sum, one) => sum + one, 0) / values.length) : "–"}</td>
           <td>${group.zero_variance ? html`<span class="warn small">none: no gradient</span>` : values.length > 1 ? html`<span class="small muted">${reward(Math.max(...values) - Math.min(...values))} apart</span>` : "–"}</td>
           <td class="number">${group.min_version ?? "–"}</td><td class="small">${group.finished ? `${ago(group.finished)} ago` : "runs"}</td></tr>`;
@@ -87,13 +87,16 @@ export function Steps({ job, view, path, rows }) {
     <${Pager} offset=${offset} size=${PAGE} total=${data.total} onOffset=${setOffset} />`}`;
 }
 
+const WIDEST = 180, BAR_WIDTH = 9; // pixels of the rewards of a group, and of each where they are few
+
 /** The rewards of a group at a glance: a bar for each member, its height between the group's extremes. */
 function Dots({ members }) {
+  const step = Math.min(BAR_WIDTH, WIDEST / members.length);
   const values = members.map((one) => one.reward).filter(isNumber), low = Math.min(0, ...values), high = Math.max(1e-9, ...values);
   const label = members.map((one) => (isNumber(one.reward) ? number(one.reward, 2) : one.state)).join(", ");
-  return html`<svg class="dots" width=${members.length * 9} height="24" role="img" aria-label=${`rewards ${label}`}>${members.map((one, at) => {
+  return html`<svg class="dots" width=${members.length * step} height="24" role="img" aria-label=${`rewards ${label}`}>${members.map((one, at) => {
     const size = isNumber(one.reward) ? 2 + (20 * (one.reward - low)) / (high - low || 1) : 3;
-    return html`<rect x=${at * 9} y=${24 - size} width="7" height=${size} class=${one.state === "failed" ? "failed" : ""} />`;
+    return html`<rect x=${at * step} y=${24 - size} width=${0.78 * step} height=${size} class=${one.state === "failed" ? "failed" : ""} />`;
   })}</svg>`;
 }
 

@@ -113,9 +113,9 @@ export const Facts = ({ facts }) => facts.length > 0 && html`<dl class="facts">$
 
 export const signed = (value, digits = 3) => (isNumber(value) ? `${value > 0 ? "+" : ""}${number(value, digits)}` : "–");
 
-/** The buttons of a list, newest first, that is read page by page; nothing where one page has it all. */
-export const Pager = ({ offset, size, total, onOffset }) => (total > size || offset > 0) && html`<div class="bar"><button disabled=${offset === 0} onClick=${() => onOffset(Math.max(0, offset - size))}>Newer</button>
-  <span class="muted">${offset < total ? `${count(offset + 1)} to ${count(Math.min(offset + size, total))}` : "none"} of ${count(total)}</span><button disabled=${offset + size >= total} onClick=${() => onOffset(offset + size)}>Older</button></div>`;
+/** The buttons of a list that is read page by page; nothing where one page has it all. */
+export const Pager = ({ offset, size, total, newestFirst = true, onOffset }) => (total > size || offset > 0) && html`<div class="bar"><button disabled=${offset === 0} onClick=${() => onOffset(Math.max(0, offset - size))}>${newestFirst ? "Newer" : "Previous"}</button>
+  <span class="muted">${offset < total ? `${count(offset + 1)} to ${count(Math.min(offset + size, total))}` : "none"} of ${count(total)}</span><button disabled=${offset + size >= total} onClick=${() => onOffset(offset + size)}>${newestFirst ? "Older" : "Next"}</button></div>`;
 
 /** A scrolling region that the keyboard reaches. */
 export const Scroll = ({ label, children }) => html`<div class="scroll panel" tabindex="0" role="region" aria-label=${label}>${children}</div>`;
