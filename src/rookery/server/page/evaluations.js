@@ -14,6 +14,6 @@ export function Evaluations({ evaluations, order }) {
   const cells = (one) => (onRows ? [number(one.loss, 4), number(one.accuracy), count(one.prompts)] : [reward(one.mean), reward(one.stderr), count(one.prompts), reward(one.constant?.reward)]);
   return html`<h2>Evaluations</h2>
     <${Scroll} label="Evaluations"><table><thead><tr>${several && html`<th>Policy</th>`}<th class="number">Version</th>${head.map((name) => html`<th key=${name} class="number">${name}</th>`)}</tr></thead>
-      <tbody>${shown.map((one) => html`<tr key=${`${one.policy}/${one.version}`}>${several && html`<td>${one.policy}</td>`}<td class="number">${one.version}</td>${cells(one).map((cell, at) => html`<td key=${at} class="number">${cell}</td>`)}</tr>`)}</tbody></table><//>
+      <tbody>${shown.map((one) => html`<tr key=${`${one.policy}/${one.version}`}>${several && html`<td class="wrap narrow">${one.policy}</td>`}<td class="number">${one.version}</td>${cells(one).map((cell, at) => html`<td key=${at} class="number">${cell}</td>`)}</tr>`)}</tbody></table><//>
     ${found.length > shown.length && html`<div class="bar"><button onClick=${() => setAll(true)}>All ${count(found.length)} evaluations</button></div>`}`;
 }
