@@ -38,8 +38,9 @@ export function Submit({ query }) {
 const About = ({ field }) => field.description && html`<span class="small about">${brief(field.description)}</span>`;
 
 function Field({ field, spec, change, mark }) {
-  const value = at(spec, field.path);
-  if (field.kind === "object") return html`<details class="part" open=${value !== undefined}><summary>${field.name} <${About} field=${field} /></summary><div class="fields">${field.fields.map((one) => html`<${Field} key=${one.name} field=${one} spec=${spec} change=${change} mark=${mark} />`)}</div></details>`;
+  const value = at(spec, field.path), opened = useRef(false);
+  opened.current ||= value !== undefined; // what is emptied to be written again stays in view
+  if (field.kind === "object") return html`<details class="part" open=${opened.current}><summary>${field.name} <${About} field=${field} /></summary><div class="fields">${field.fields.map((one) => html`<${Field} key=${one.name} field=${one} spec=${spec} change=${change} mark=${mark} />`)}</div></details>`;
   if (field.kind === "json") return html`<${JsonField} field=${field} spec=${spec} change=${change} mark=${mark} rows=${2} />`;
   const hint = field.default === undefined || field.default === null ? "" : String(field.default);
   const give = (text) => change(field.path, field.kind === "boolean" ? { true: true, false: false }[text] : parseField(field.kind, text));
