@@ -3,7 +3,7 @@ import { render } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { call, get, temporary } from "./api.js";
 import { parseRoute } from "./format.js";
-import { Boundary, Empty, Loading, Problem, html, switchTheme, useTitle } from "./parts.js";
+import { Boundary, Empty, Problem, Unread, html, switchTheme, useTitle } from "./parts.js";
 import { Runs } from "./runs.js";
 import { Compare } from "./compare.js";
 import { Run } from "./run.js";
@@ -120,7 +120,7 @@ function App() {
     return () => clearTimeout(timer);
   }, [account, error]);
   useFocus(path.join("/"));
-  if (account === undefined) return html`<main><${Loading} error=${error} /></main>`;
+  if (account === undefined) return html`<main><${Unread} title="Rookery" error=${error} /></main>`;
   if (account === null) return html`<${SignIn} onDone=${load} error=${error} />`;
   const name = path[0] ?? "runs", View = Object.hasOwn(VIEWS, name) ? VIEWS[name] : null;
   const signOut = async () => { try { await call("POST", "/api/v1/sign-out"); setAccount(null); } catch (problem) { setError(problem); } };

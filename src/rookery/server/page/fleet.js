@@ -2,7 +2,7 @@
 import { useState } from "preact/hooks";
 import { useData } from "./api.js";
 import { bytes, count, counted, duration, number, percent, time } from "./format.js";
-import { Badge, Empty, Facts, Loading, Problem, Scroll, html } from "./parts.js";
+import { Badge, Empty, Facts, Problem, Scroll, Unread, html } from "./parts.js";
 
 const REFRESH = 2000, EVENTS = 40;
 const LIFE = ["joined", "loaded", "catching up", "ready", "roles", "stalled", "failed", "draining", "suspect", "gone", "pull failed", "training moved"]; // not the work of every step, which would push them out
@@ -11,7 +11,7 @@ export function Fleet() {
   const { data: workers, error } = useData("/api/v1/workers", REFRESH), { data: health, error: noHealth } = useData("/api/v1/health", REFRESH);
   const { data: costs, error: noCosts } = useData("/api/v1/costs", 5 * REFRESH), [work, setWork] = useState(false);
   const { data: events, error: noEvents } = useData(`/api/v1/workers/events?${new URLSearchParams([["limit", EVENTS], ...(work ? [] : LIFE.map((kind) => ["event", kind]))])}`, REFRESH);
-  if (!workers) return html`<${Loading} error=${error} />`;
+  if (!workers) return html`<${Unread} title="Fleet" error=${error} />`;
   const totals = health?.totals ?? {}, gauges = health?.gauges ?? {}, sites = workers.some((worker) => worker.site);
   return html`<div class="bar"><h1>Fleet</h1><span class="muted right">${counted(workers.length, "worker")}</span></div>
     <${Problem} error=${error ?? noHealth ?? noCosts ?? noEvents} />

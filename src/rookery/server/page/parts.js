@@ -105,6 +105,9 @@ export class Boundary extends Component {
 /** In the place of data that was not read yet, or cannot be read. */
 export const Loading = ({ error }) => (error ? html`<${Problem} error=${error} />` : html`<p class="muted" role="status">Loading …</p>`);
 
+/** A view that was not read yet, or cannot be read. */
+export const Unread = ({ title, error }) => html`<div class="bar"><h1>${title}</h1></div><${Loading} error=${error} />`;
+
 export const Empty = ({ children }) => html`<div class="panel empty">${children}</div>`;
 
 export const Facts = ({ facts }) => facts.length > 0 && html`<dl class="facts">${facts

@@ -12,7 +12,7 @@ import { Events } from "./events.js";
 import { Health } from "./health.js";
 import { Group, Steps, ofPolicy } from "./groups.js";
 import { Timeline } from "./timeline.js";
-import { Badge, Empty, Facts, Loading, Problem, Scroll, html, useTitle } from "./parts.js";
+import { Badge, Empty, Facts, Loading, Problem, Scroll, Unread, html, useTitle } from "./parts.js";
 
 const STEPS_SHOWN = 12;
 
@@ -50,8 +50,7 @@ export function Run({ path, query, account }) {
   const stream = useMetrics(job);
   const { data: view, error, since, reload } = useData(jobPath(job), stream.live || stream.since || !stream.job ? 3000 : 15000);
   useTitle(view ? `${view.name}${view.state === "completed" ? "" : ` (${view.state})`}, ${(TABS.find(([name]) => name === tab)?.[1] ?? tab).toLowerCase()} ${path[2] === "step" ? path[3] : ""}`.trim() : "Run");
-  if (error && !view) return html`<${Problem} error=${error} />`;
-  if (!view) return html`<${Loading} />`;
+  if (!view) return html`<${Unread} title="Run" error=${error} />`;
   const Inside = Object.hasOwn(INSIDE, tab) ? INSIDE[tab] : null, tabs = TABS.filter(([name]) => !onRows(view) || !["steps", "episodes"].includes(name));
   return html`
     <div class="bar"><h1>${view.name}</h1><span role="status"><${Badge} state=${view.state} /></span>

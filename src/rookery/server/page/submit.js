@@ -3,7 +3,7 @@ import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { call, get, jobPath, useData } from "./api.js";
 import { counted, number, route } from "./format.js";
 import { EXAMPLE, at, brief, fieldsOf, inexact, likeJob, parseField, set, toYaml } from "./jobform.js";
-import { Loading, Problem, html } from "./parts.js";
+import { Problem, Unread, html } from "./parts.js";
 import { reach } from "./text.js";
 
 export function Submit({ query }) {
@@ -21,7 +21,7 @@ export function Submit({ query }) {
     try { done(await call("POST", path, spec)); } catch (problem) { setError(problem); setTried(null); }
     setBusy("");
   };
-  if (!api) return html`<${Loading} error=${unread} />`;
+  if (!api) return html`<${Unread} title="New run" error=${unread} />`;
   const schemas = api.components.schemas, fields = fieldsOf({ schemas }, schemas.JobSpec);
   const change = (path, value) => { setSpec((now) => set(now, path, value)); setTried(null); };
   const mark = (name, message) => setWrong(({ [name]: _, ...others }) => (message ? { ...others, [name]: message } : others));

@@ -2,7 +2,7 @@
 import { useState } from "preact/hooks";
 import { call, getAll, useData } from "./api.js";
 import { count, duration, number, time } from "./format.js";
-import { Confirmed, Loading, Problem, Scroll, html } from "./parts.js";
+import { Confirmed, Problem, Scroll, Unread, html } from "./parts.js";
 import { limited } from "./usage.js";
 
 const SHOWN = ["jobs", "requests", "tokens_per_day", "adapters", "models", "weight"];
@@ -14,7 +14,7 @@ export function Tenants() {
     event.preventDefault();
     try { const made = await call("POST", "/api/v1/tenants", { name }); setName(""); setOpen(made.id); setProblem(null); reload(); } catch (one) { setProblem(one); }
   };
-  if (!data) return html`<${Loading} error=${error} />`;
+  if (!data) return html`<${Unread} title="Tenants" error=${error} />`;
   const chosen = data.find((one) => one.id === open);
   return html`<div class="bar"><h1>Tenants</h1><form class="bar right" onSubmit=${add}><input aria-label="Name of a new tenant" placeholder="name" value=${name} onInput=${(event) => setName(event.target.value)} required /><button>Add tenant</button></form></div>
     <${Problem} error=${problem ?? error} />
