@@ -449,7 +449,9 @@ class WeightStore:
             move = Transfer([], self._clock.monotonic())
             entry.begin(worker, move)
             worker.receiving.add(message.hash)
-        failed = (one for one in (*entry.holders, *entry.transfers) if one.hello.address == message.failed)
+        failed = [one for one in (*entry.holders, *entry.transfers) if one.hello.address == message.failed]
+        if (serving := self._serving.get(message.failed)) is not None:  # a new process there, which loads its model
+            failed.append(serving)
         move.failed.update(one.name for one in failed)
         self._reroute(message.hash, entry, worker, move)
         worker.post(protocol.Sources(hash=message.hash, sources=move.sources))
