@@ -57,7 +57,6 @@ AGAIN = {
     "chaos in virtual time: 1,000 workers, 200 jobs, 100,000 preemptions": "make chaos-at-scale",
     "the controller's time per event as workers and jobs grow": "make controller-scaling",
     "lost workers, restarts, joining workers, seeding": "make bench-preemption",
-    "differences between versions of an adapter": "python -m benchmarks.scale.weights_direct --only lora",
     "availability traces": "python -m benchmarks.scale.simulation",
     "any GPU": "make bench-gpu",
 }
