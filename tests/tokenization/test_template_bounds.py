@@ -60,6 +60,18 @@ def test_work_without_a_bound_is_refused(work: str, reason: str) -> None:
     assert loaded.render(turns("rest")) == "rest;", "the next conversation has its whole bound"
 
 
+@pytest.mark.parametrize(
+    "work",
+    [
+        "{% macro shown(n) %}{{ n }}{% endmacro %}{{ shown(100000000) }}", "{{ '{}'.format(100000000) }}",
+        "{{ namespace(n=100000000).n }}", "{{ dict(n=100000000).n }}",
+    ],
+)  # fmt: skip
+def test_large_numbers_of_a_conversation_are_passed_on(work: str) -> None:
+    """As the arguments of a tool are, which some templates write with macros."""
+    assert chat(work).render(turns("work")) == "work;100000000"
+
+
 def test_a_template_that_never_ends_is_refused_when_it_is_loaded() -> None:
     with pytest.raises(UserError, match="too much work"):
         Chat(byte_tokenizer(), ENDLESS, special={}, ends=[], context=100)

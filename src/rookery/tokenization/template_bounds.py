@@ -33,6 +33,9 @@ SECONDS = 5.0
 STEPS_OF_LOOK = 16
 """Between two looks at the processor time."""
 
+SIZED = frozenset(("center", "expandtabs", "generate_lorem_ipsum", "ljust", "rjust", "to_bytes", "zfill"))
+"""Names of functions whose result is as long as an argument says."""
+
 LONGEST_NUMBER = 4096
 """Bits of a product or a power."""
 
@@ -88,7 +91,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, called: Any, /, *given: Any, **named: Any) -> Any:
-        """A method such as ``ljust`` makes as much as its argument says."""
-        if any(isinstance(value, int) and value > LONGEST_TEXT for value in (*given, *named.values())):
+        """A method such as ``ljust`` makes as much as its argument says. Macros and others take any number of a
+        conversation, such as an argument of a tool."""
+        sized = getattr(called, "__name__", "") in SIZED
+        if sized and any(isinstance(value, int) and value > LONGEST_TEXT for value in (*given, *named.values())):
             raise TemplateError("the argument of a call is too large")
         return super().call(context, called, *given, **named)
