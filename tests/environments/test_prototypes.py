@@ -109,27 +109,32 @@ async def test_the_memory_of_kept_environments_is_bounded_and_the_largest_tenant
     kept = Prototypes(build, lambda name: name == "builtin", most_bytes=100_000, clock=lambda: now)
 
     async def use(tenant: str, rows: int, number: int, name: str = "builtin", inline: int = 0) -> int:
-        """How many there are then. The split is opened, and an order drawn."""
+        """How often the tenant's were built. The split is opened, and an order drawn."""
         nonlocal now
         with work_of(tenant):
             one = await kept.get(name, {"rows": rows, "number": number, "inline": "x" * inline})
         assert one.splits["train"].take(0, 1, 0, True, wrap=True) == ([b"{}"], rows)
         now += 2
-        del one
+        return built[tenant]
+
+    def there() -> int:
         gc.collect()
         return len(alive)
 
     assert await use("alice", 1000, 0) == 1  # 12,000 bytes with its order
-    counts = [await use("bob", 1000, number) for number in range(20)]
-    assert max(counts) <= 9 and counts[:5] == [2, 3, 4, 5, 6], "as many as fit"
-    left = await use("alice", 1000, 0)
-    assert built["alice"] == 1, "the small tenant's is still there"
-    assert await use("bob", 1, 99, inline=6000) < left, "inline rows count with the objects made of them"
+    for number in range(4):
+        await use("bob", 1000, number)
+    assert there() == 5, "they fit"
+    for number in range(4, 12):
+        await use("bob", 1000, number)
+    assert (left := there()) < 10, "as many as fit"
+    assert await use("alice", 1000, 0) == 1, "the small tenant's is still there"
+    await use("bob", 1, 99, inline=6000)
+    assert there() < left, "inline rows count with the objects made of them"
     await use("carol", 50_000, 0)
-    await use("alice", 1000, 0)
-    await use("carol", 50_000, 0)
-    assert (built["alice"], built["carol"]) == (1, 2), "one that exceeds all alone runs, and is not kept"
+    assert await use("alice", 1000, 0) == 1
+    assert await use("carol", 50_000, 0) == 2, "one that exceeds all alone runs, and is not kept"
     for number in range(20):
         await use("bob", 1000, number, name="users")
-    assert len(alive) >= 20, "a user's host keeps a user's"
+    assert there() >= 20, "a user's host keeps a user's"
     await kept.close()

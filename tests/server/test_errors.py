@@ -48,12 +48,12 @@ def test_only_a_repetition_that_can_help_is_asked_for(tmp_path: Path) -> None:
         assert http.delete(f"{keys}/{key['id']}").is_success
         refused = http.delete(f"{keys}/{key['id']}")
         assert refused.status_code == 409 and refused.headers["x-should-retry"] == "false"
+        row = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+        file = http.post("/v1/files", files={"file": ("a.jsonl", row)}, data={"purpose": "fine-tune"}).json()["id"]
         create = {"sdk_version": "0.38.0", "user_metadata": {"note": "x" * 900}}
         while (full := http.post("/tinker/api/v1/create_session", json=create)).is_success:
             pass
         assert full.status_code == 400 and "of the database, allowed: 1024" in full.text
-        row = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
-        file = http.post("/v1/files", files={"file": ("a.jsonl", row)}, data={"purpose": "fine-tune"}).json()["id"]
         tuning = {"model": MODEL, "training_file": file}
         for path, body in (("/api/v1/jobs", job()), ("/v1/fine_tuning/jobs", tuning)):
             refused = http.post(path, json=body)

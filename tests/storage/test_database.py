@@ -1409,7 +1409,7 @@ def test_figures_of_jobs_are_read_from_json_that_databases_refuse(database: Data
             add(connection, StepRow(job="job", step=step, tenant="alice", version=0, reward=None, metrics=metrics))
     assert database.read(version_rows.trained_tokens, "alice", "job") == 7
     assert database.read(version_rows.trained_tokens, "bob", "job") == 0
-    assert database.read(jobs.base_models, "alice") == {"job": "tiny"}
+    assert database.read(jobs.base_models, "alice") == {"job": {"base_model": "tiny"}}
 
 
 # --- one service ------------------------------------------------------------------------------------------------------
