@@ -109,24 +109,24 @@ class Prototypes:
         for one, (_, used) in list(self._kept.items()):
             if now - used > self._unused_seconds and self._droppable(one.name):
                 del self._kept[one]
-        while len(self._kept) > self._most:
-            of_tenant = Counter(one.tenant for one in self._kept)
-            del self._kept[max(self._kept, key=lambda one: of_tenant[one.tenant])]
+        if len(self._kept) > self._most:
+            self._drop(dict.fromkeys(self._kept, 1), self._most, key)
         new = not task.done()
         prototype = await asyncio.shield(task)
         if new or now - self._weighed_at > WEIGH_SECONDS:
             self._weighed_at = now
-            self._make_room(key)
+            droppable = [(one, task) for one, (task, _) in self._kept.items() if self._droppable(one.name)]
+            self._drop({one: self._bytes(one, task) for one, task in droppable}, self._most_bytes, key)
         return prototype
 
-    def _make_room(self, used: _Key) -> None:
-        """Drop droppable environments above the limit of memory, but for the one that is ``used`` now."""
-        sizes = {key: self._bytes(key, task) for key, (task, _) in self._kept.items() if self._droppable(key.name)}
+    def _drop(self, sizes: dict[_Key, int], most: int, used: _Key) -> None:
+        """Drop environments until the ``sizes`` of those left sum to at most ``most``: of the tenant that has the most,
+        the one unused longest; never the one that is ``used`` now."""
         total, of_tenant = sum(sizes.values()), Counter[str]()
         for key, size in sizes.items():
             of_tenant[key.tenant] += size
         sizes.pop(used, None)
-        while total > self._most_bytes and sizes:
+        while total > most and sizes:
             first = max(sizes, key=lambda one: of_tenant[one.tenant])
             size = sizes.pop(first)
             total -= size

@@ -498,13 +498,14 @@ class RolloutScheduler:
     def on_output(self, worker: Worker, message: protocol.Output) -> None:
         worker.max_flush_tokens = max(worker.max_flush_tokens, sum(len(chunk.tokens) for chunk in message.chunks))
         received = []
-        share = worker.decoding / max(1, sum(map(_entries, message.chunks)))
-        for chunk in message.chunks:
+        entries = [_entries(chunk) for chunk in message.chunks]
+        share = worker.decoding / max(1, sum(entries))
+        for chunk, count in zip(message.chunks, entries, strict=True):
             inflight = self.pool.find(worker, chunk.assignment)
             if inflight is None or inflight.done.done():  # done here: its caller was cancelled in this moment
                 self.late_chunks += 1
             else:
-                with loop_time_of(inflight.request.tenant, share * _entries(chunk)):
+                with loop_time_of(inflight.request.tenant, share * count):
                     self._on_chunk(inflight, worker, chunk)
                 received.append(inflight)
         self._dispatch(worker.hello.model)

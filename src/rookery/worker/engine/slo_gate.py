@@ -182,9 +182,10 @@ class SloGate:
 
     def end(self, request: EngineRequest) -> None:
         held = self.tracked.pop(request.params.request, None)
-        if held is not None:
-            self._left_at = self.clock()
-        if held is not None and request.finish in ("stop", "length"):
+        if held is None:
+            return
+        self._left_at = self.clock()
+        if request.finish in ("stop", "length"):
             self.ended += 1
             self.met += held.within()
 
